@@ -1,0 +1,1 @@
+"""Perplexity, byte budgets and benches; results are kept beside them."""

@@ -1,0 +1,1 @@
+"""What users call: serve() and LLM."""
