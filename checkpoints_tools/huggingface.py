@@ -117,7 +117,7 @@ def load_dense(model: HuggingFaceModel) -> Tree:
 
 def load_experts(
     model: HuggingFaceModel, layer: int
-) -> tuple[Float32[np.ndarray, "E 2*F D"], Float32[np.ndarray, "E D F"]]:
+) -> tuple[Float32[np.ndarray, "E N D"], Float32[np.ndarray, "E D F"]]:
     """Loads the routed experts of one MoE layer.
 
     Returns:

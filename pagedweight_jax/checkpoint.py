@@ -158,24 +158,7 @@ class Checkpoint:
             raise IndexError(
                 f"layer {layer} is none of the {self.config.num_moe_layers} MoE layers"
             )
-        folder = _layer_folder(self.folder, layer)
-        tree = _read_tree(folder)
-        planes = [tree[f"plane_{j}"] for j in range(self.format.parent_bits)]
-        for j, plane in enumerate(planes):
-            _check_shape(f"{folder}/plane_{j}", plane, _plane_shape(self.config))
-        return LayerPages(
-            planes=planes,
-            gate_up=self._tables(tree, "gate_up"),
-            down=self._tables(tree, "down"),
-        )
-
-    def _tables(self, tree: Mapping[str, np.ndarray], block: str) -> SideTables:
-        """Collects the side tables of a block from the arrays of a layer."""
-        kind = self.format.tables
-        arrays = {
-            part.name: host_array(tree[f"{block}.{part.name}"]) for part in fields(kind)
-        }
-        return kind(**arrays)
+        return read_layer(self.folder, layer, self.config, self.format)
 
     def sensitivity(self) -> Sensitivity:
         """Reads the planner's tables."""
@@ -222,6 +205,35 @@ def verify(folder: str | Path) -> Manifest:
 def is_checkpoint(folder: str | Path) -> bool:
     """Returns whether a folder holds a finished converted model."""
     return (Path(folder) / _MANIFEST).is_file()
+
+
+def read_layer(
+    folder: str | Path, layer: int, config: ModelConfig, format: Format
+) -> LayerPages:
+    """Reads the pages of one MoE layer, of an unfinished conversion too.
+
+    Raises:
+      ValueError: if a file cannot be decoded, or the arrays are not what the config
+        asks for.
+    """
+    path = _layer_folder(Path(folder), layer)
+    tree = _read_tree(path)
+    planes = [tree[f"plane_{j}"] for j in range(format.parent_bits)]
+    words = bitplane.plane_words(config.expert_width, config.hidden_size)
+    wanted = (config.num_experts, 3, words)
+    for j, plane in enumerate(planes):
+        if plane.shape != wanted:
+            raise ValueError(
+                f"{path}/plane_{j} is {plane.shape} but config.json asks for {wanted};"
+                f" {_CONVERT_AGAIN}"
+            )
+
+    def tables(block: str) -> SideTables:
+        kind = format.tables
+        names = [part.name for part in fields(kind)]
+        return kind(**{name: host_array(tree[f"{block}.{name}"]) for name in names})
+
+    return LayerPages(planes=planes, gate_up=tables("gate_up"), down=tables("down"))
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -280,19 +292,6 @@ def _check_checksums(folder: Path, manifest: Manifest) -> None:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _plane_shape(config: ModelConfig) -> tuple[int, int, int]:
-    words = bitplane.plane_words(config.expert_width, config.hidden_size)
-    return config.num_experts, 3, words
-
-
-def _check_shape(name: str, array: np.ndarray, wanted: tuple[int, ...]) -> None:
-    if array.shape != wanted:
-        raise ValueError(
-            f"{name} is {array.shape} but config.json asks for {wanted};"
-            f" {_CONVERT_AGAIN}"
-        )
 
 
 # Writing

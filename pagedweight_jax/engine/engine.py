@@ -188,10 +188,10 @@ class Engine:
             return True
         if not self._migrator.settled:
             return False
-        if self._control is None or self._last_change is None:
+        if self._control is None:
             return True
         dwell = self._control.watermarks.dwell_steps
-        return self.steps - self._last_change > dwell
+        return self.steps - (self._last_change or 0) > dwell
 
     def _stuck(self) -> bool:
         """Whether the oldest request can never have its blocks."""

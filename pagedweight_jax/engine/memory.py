@@ -136,15 +136,14 @@ def workspace_bytes(
     hidden_size: int,
     inner_size: int,
     vocab_size: int,
-    expert_weights: int,
+    expert_bytes: int,
 ) -> int:
     """Bounds the bytes that one step needs beside parameters and pool.
 
     A step holds, at one time or another: a few float32 copies of the token stream and
     of the widest inner activation, of the logits of the sampled rows, of one chunk of
-    keys and values per row (as stored and in float32), of one expert's weights (the
-    reference dequantises one at a time), and twice the fresh rows. The engine checks
-    the bound against what XLA reports for the compiled steps.
+    keys and values per row (as stored and in float32), and twice the fresh rows. The
+    engine checks the bound against what XLA reports for the compiled steps.
 
     Args:
       shape: the largest bucket.
@@ -152,7 +151,7 @@ def workspace_bytes(
       hidden_size: width of the token stream.
       inner_size: widest activation between two linears.
       vocab_size: width of the logits.
-      expert_weights: weights of one expert.
+      expert_bytes: what the experts of a layer need beside their inputs and outputs.
     """
     chunk = 128
     stream = 4 * shape.num_tokens * (4 * hidden_size + 2 * inner_size)
@@ -160,4 +159,4 @@ def workspace_bytes(
     keys = max(r * (chunk + q) for r, q in shape.groups) * kv.row_words
     keys *= 4 * (1 + kv.values_per_word)
     fresh = 2 * 4 * kv.num_layers * shape.num_tokens * kv.row_words
-    return stream + logits + keys + fresh + 4 * 4 * expert_weights
+    return stream + logits + keys + fresh + expert_bytes

@@ -102,7 +102,7 @@ def _drifted(rng: np.random.Generator, sensitivity: Sensitivity) -> RoutingStati
     start = statistics.initial(sensitivity)
     counts = rng.poisson(4096 * start.share * rng.lognormal(0, 0.5, start.share.shape))
     norm_sums = np.tile(np.array([512, 700, 2], np.float32), (len(counts), 1))
-    return statistics.update(start, counts, norm_sums, 512, half_life_tokens=512)
+    return statistics.update(start, counts, norm_sums, 512, half_life_tokens=512.0)
 
 
 def _mixed_table(

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float16, Float32, Integer, UInt8
 
 from pagedweight_jax.formats import common
-from pallas_kernels.side_tables import AffineTables
+from pallas_kernels.side_tables import AffineTables, SideTables
 
 GroupSize = Literal[64, 128]
 
@@ -129,7 +129,7 @@ class AffineFormat:
     def dequantize(
         self,
         codes: Integer[Array | np.ndarray, "*batch n k"],
-        tables: AffineTables,
+        tables: SideTables,
         bits: int,
     ) -> Float32[Array, "*batch n k"]:
         """Computes the weights of the first ``bits`` planes of parent codes."""

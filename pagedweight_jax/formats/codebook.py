@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float16, Float32, Integer, UInt8
 
 from pagedweight_jax.formats import common, kmeans
-from pallas_kernels.side_tables import CodebookTables
+from pallas_kernels.side_tables import CodebookTables, SideTables
 
 _MAX_ITERATIONS = 50
 _LEAST_IMPORTANCE = 1e-6
@@ -113,7 +113,7 @@ class CodebookFormat:
     def dequantize(
         self,
         codes: Integer[Array | np.ndarray, "*batch n k"],
-        tables: CodebookTables,
+        tables: SideTables,
         bits: int,
     ) -> Float32[Array, "*batch n k"]:
         """Computes the weights of the first ``bits`` planes of parent codes."""

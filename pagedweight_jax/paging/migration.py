@@ -25,7 +25,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -46,6 +46,7 @@ _RECORDS_KEPT = 10_000
 _TRANSFER_ERRORS = (RuntimeError, OSError)
 
 
+@runtime_checkable
 class Transfer(Protocol):
     """A copy of a staging array to the device."""
 

@@ -70,9 +70,10 @@ class PlannerLimits:
             "residual_range must be positive, low to high": 0 < low <= high,
             "share_ratio_limit must be above 1": self.share_ratio_limit > 1,
             "share_prior must be positive": self.share_prior > 0,
-            "min_bits must be at least 1": (self.min_bits or 1) >= 1,
-            "max_bits must be at least min_bits": (self.max_bits or 99)
-            >= (self.min_bits or 1),
+            "min_bits must be at least 1": self.min_bits is None or self.min_bits >= 1,
+            "max_bits must be at least min_bits": (
+                self.max_bits is None or self.max_bits >= (self.min_bits or 1)
+            ),
         }
         for law, holds in laws.items():
             if not holds:
@@ -179,7 +180,7 @@ class Watermarks:
         return max(0, free_blocks - wanted_blocks - self.high_blocks) * block_bytes
 
 
-def _rises_from_above_0(values: Sequence[float]) -> bool:
+def _rises_from_above_0(values: Sequence[int] | Sequence[float]) -> bool:
     return values[0] > 0 and list(values) == sorted(values)
 
 

@@ -83,7 +83,7 @@ def load_model(folder: Path, options: ServeOptions) -> LoadedModel:
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
     if options.policy == "bf16":
         config = read_config(folder)
-        tree = load_parameters(folder, config, dtype=dtype)
+        tree = load_parameters(folder, dtype)
         file = folder / "tokenizer.json"
         return LoadedModel(
             config=config,
@@ -210,7 +210,7 @@ def build_engine(
     _check_pin(model, options)
     kv = kv_layout(model.config, options.dtype, options.block_size)
     shapes = step_shapes(options)
-    limits = options.limits or PlannerLimits()
+    limits = _limits(options)
     needs = _needs(model, options, kv, shapes, limits)
     memory, max_model_len = _memory(model, options, kv, needs)
     max_blocks = -(-max_model_len // kv.block_size)
@@ -242,8 +242,9 @@ def build_engine(
         statistics=statistics,
         tokenizer=model.tokenizer,
     )
-    if migrator is not None and options.pin_bits is not None:
-        migrator.adopt(_pinned_plan(model, options.pin_bits, migrator), step=0)
+    if migrator is not None and control is None:
+        plan = _fixed_plan(model, options, limits, migrator, memory.pool.frame_bytes)
+        migrator.adopt(plan, step=0)
     engine.settle()
     return Built(
         engine=engine,
@@ -254,6 +255,14 @@ def build_engine(
         max_model_len=max_model_len,
         shapes=shapes,
     )
+
+
+def _limits(options: ServeOptions) -> PlannerLimits:
+    if options.limits is not None:
+        return options.limits
+    if options.expert_budget is not None:
+        return PlannerLimits(floors=(1, 1, 1))  # clipped to the seed bits
+    return PlannerLimits()
 
 
 def _check_pin(model: LoadedModel, options: ServeOptions) -> None:
@@ -281,10 +290,24 @@ def _workspace(model: LoadedModel, kv: KvLayout, shapes: tuple[StepShape, ...]) 
                 0 if all(config.moe_layers) else config.dense_width,
             ),
             vocab_size=config.vocab_size,
-            expert_weights=3 * config.hidden_size * config.expert_width,
+            expert_bytes=_expert_bytes(model),
         )
         for shape in shapes
     )
+
+
+def _expert_bytes(model: LoadedModel) -> int:
+    """Bytes that the experts of one layer need while they are computed.
+
+    Paged experts are dequantised one at a time (codes, weights and their operands);
+    of dense ones, the scan over layers copies a layer's matrices.
+    """
+    config = model.config
+    one = 3 * config.hidden_size * config.expert_width
+    if model.pages is not None:
+        return 4 * 4 * one
+    itemsize = jax.tree.leaves(model.params)[0].dtype.itemsize
+    return config.num_experts * one * itemsize
 
 
 def _check_workspace(came: int, reserved: int) -> None:
@@ -314,13 +337,13 @@ def _needs(
         side_table_bytes=0 if model.pages is None else model.side_table_bytes,
         reserve_bytes=_workspace(model, kv, shapes)
         + (0 if model.pages is None else staging),
-        plane_frames=_least_plane_frames(model, options, limits),
+        plane_frames=_least_plane_frames(model, options, limits, 4 * kv.frame_words),
         kv_frames=-(-max_model_len // kv.block_size) * kv.frames_per_block,
     )
 
 
 def _least_plane_frames(
-    model: LoadedModel, options: ServeOptions, limits: PlannerLimits
+    model: LoadedModel, options: ServeOptions, limits: PlannerLimits, frame_bytes: int
 ) -> int:
     """Frames of the planes when all pages are at their floors, at the worst routing.
 
@@ -329,12 +352,15 @@ def _least_plane_frames(
     if model.sensitivity is None:
         return 0
     num_layers, num_experts = model.sensitivity.expert_share.shape
+    blocks = np.array(BLOCK_PLANES)
     if options.pin_bits is not None:
-        return num_layers * num_experts * sum(BLOCK_PLANES) * options.pin_bits
+        return num_layers * num_experts * int(blocks.sum()) * options.pin_bits
+    if options.expert_budget is not None:
+        return parse_bytes(options.expert_budget) // frame_bytes
     even = np.full((num_layers, num_experts), 1 / num_experts, np.float32)
     worst = RoutingStatistics(even, initial(model.sensitivity).features)
     floors = planner.floors(model.sensitivity, worst, limits)
-    return int(floors.sum(axis=(0, 1)) @ np.array(BLOCK_PLANES))
+    return int(floors.sum(axis=(0, 1)) @ blocks)
 
 
 def _memory(
@@ -397,7 +423,7 @@ def _control(
     blocks: BlockManager,
     limits: PlannerLimits,
 ) -> tuple[PrecisionControl | None, RoutingStatistics | None]:
-    if model.sensitivity is None or options.pin_bits is not None:
+    if model.sensitivity is None or _is_fixed(options):
         return None, None
     low = max(1, blocks.num_free // 64)
     marks = options.watermarks or Watermarks(
@@ -409,17 +435,37 @@ def _control(
     return control, initial(model.sensitivity)
 
 
-def _pinned_plan(model: LoadedModel, bits: int, migrator: Migrator) -> planner.Plan:
+def _is_fixed(options: ServeOptions) -> bool:
+    return options.pin_bits is not None or options.expert_budget is not None
+
+
+def _fixed_plan(
+    model: LoadedModel,
+    options: ServeOptions,
+    limits: PlannerLimits,
+    migrator: Migrator,
+    frame_bytes: int,
+) -> planner.Plan:
+    """Makes the one plan of an engine whose precision stays as it is."""
     assert model.sensitivity is not None
-    wanted = np.full_like(migrator.table.desired, bits)
-    return planner.plan_exactly(
-        migrator.table,
-        model.sensitivity,
-        initial(model.sensitivity),
-        PlannerLimits(),
-        bits=wanted,
-        frame_bytes=1,
+    statistics = initial(model.sensitivity)
+    inputs = (migrator.table, model.sensitivity, statistics, limits)
+    if options.pin_bits is not None:
+        bits = np.full_like(migrator.table.desired, options.pin_bits)
+        return planner.plan_exactly(*inputs, bits=bits, frame_bytes=frame_bytes)
+    assert options.expert_budget is not None
+    budget = parse_bytes(options.expert_budget)
+    plan = planner.plan_raise(
+        *inputs, slack_bytes=budget, frame_bytes=frame_bytes, reason="expert_budget"
     )
+    if not plan.feasible:
+        floors = planner.floors(model.sensitivity, statistics, limits)
+        least = int(floors.sum(axis=(0, 1)) @ np.array(BLOCK_PLANES)) * frame_bytes
+        raise ValueError(
+            f"expert_budget={options.expert_budget!r} is {budget} bytes but all pages"
+            f" at their floors take {least}; raise it, or lower the floors in limits"
+        )
+    return plan
 
 
 def _scheduler_limits(shapes: tuple[StepShape, ...]) -> SchedulerLimits:

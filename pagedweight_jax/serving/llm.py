@@ -287,6 +287,11 @@ class LLM:
             )
         return migrator.table.bits.copy()
 
+    @property
+    def mean_bits(self) -> float:
+        """Committed bits of the average expert weight; 16 if they are not paged."""
+        return self._engine.mean_bits
+
     def events(self) -> list[PlanRecord]:
         """Returns what became of each plan, oldest first."""
         migrator = self._running.migrator
@@ -345,6 +350,7 @@ def serve(
     gpu_memory_utilization: float = 0.9,
     policy: Policy = "pagedweight",
     pin_bits: int | None = None,
+    expert_budget: int | str | None = None,
     dtype: Dtype = "auto",
     max_model_len: int | None = None,
     max_num_seqs: int = 16,
@@ -366,6 +372,9 @@ def serve(
       policy: "pagedweight" lets experts give way to the KV cache; "bf16" keeps dense
         experts in the same engine.
       pin_bits: keep every page at so many bits; two runs are then identical.
+      expert_budget: bytes of expert planes, or a text such as "12MiB": the planner
+        spends them once, by the offline sensitivity, and then keeps every page as it
+        is. Floors are the seed bits unless ``limits`` says otherwise.
       dtype: of parameters, activations and keys and values that are not quantised;
         "auto" is bfloat16.
       max_model_len: tokens of the longest sequence, prompt and output; None for what
@@ -388,6 +397,7 @@ def serve(
         gpu_memory_utilization=gpu_memory_utilization,
         policy=policy,
         pin_bits=pin_bits,
+        expert_budget=expert_budget,
         dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

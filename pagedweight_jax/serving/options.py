@@ -25,6 +25,7 @@ class ServeOptions:
     gpu_memory_utilization: float = 0.9
     policy: Policy = "pagedweight"
     pin_bits: int | None = None
+    expert_budget: int | str | None = None
     dtype: Dtype = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
@@ -46,7 +47,8 @@ class ServeOptions:
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]"
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0"
+                " and at most 1"
             )
         self._check_effects()
 
@@ -69,19 +71,23 @@ class ServeOptions:
                 f"gpu_memory_utilization={self.gpu_memory_utilization} has no effect"
                 f" beside memory_budget={self.memory_budget!r}; give one of them"
             )
-        for name in ("pin_bits", "limits", "watermarks"):
+        for name in ("pin_bits", "expert_budget", "limits", "watermarks"):
             if self.policy == "bf16" and getattr(self, name) is not None:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} has no effect with policy='bf16',"
                     " whose experts are not paged; drop it or use"
                     " policy='pagedweight'"
                 )
-        for name in ("limits", "watermarks"):
-            if self.pin_bits is not None and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} has no effect with pin_bits={self.pin_bits}: nothing is"
-                    " planned; drop one of them"
-                )
+        for fixed, useless in (
+            ("pin_bits", ("expert_budget", "limits", "watermarks")),
+            ("expert_budget", ("watermarks",)),
+        ):
+            for name in useless:
+                if getattr(self, fixed) is not None and getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} has no effect with {fixed}={getattr(self, fixed)!r},"
+                        " which fixes the precision; drop one of them"
+                    )
 
 
 def resolve_model(model: str | Path, policy: Policy) -> Path:

@@ -44,7 +44,6 @@ from pallas_kernels.fused_moe.mosaic_tile import Ref
 from pallas_kernels.fused_moe.reference import Activation, activation_function
 from pallas_kernels.side_tables import AffineTables, CodebookTables, SideTables
 
-
 _PART_BITS = 11  # of the significand of fp16
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from pagedweight_jax.paging.allocator import FrameAllocator
 from pagedweight_jax.paging.host_store import HostStore
-from pagedweight_jax.paging.table import PageTable, PlaneId, empty_table, raise_planes
+from pagedweight_jax.paging.table import PageTable, PlaneId
 from pagedweight_jax.sensitivity import Sensitivity
 
 
@@ -40,12 +40,12 @@ def table_with_bits(
 ) -> tuple[PageTable, FrameAllocator]:
     """A table that has exactly these planes, and the allocator that gave the frames."""
     bits = np.asarray(bits, np.int32)
-    table = empty_table(*bits.shape[:2], parent_bits, frames_per_plane)
-    planes = planes_between(np.zeros_like(bits), bits)
-    count = int((bits.sum(axis=(0, 1)) @ [2, 1]) * frames_per_plane)
-    allocator = FrameAllocator(3 * bits.size * parent_bits * frames_per_plane + 2)
-    full = raise_planes(table, planes, allocator.allocate(count, "plane"))
-    return PageTable(full.frames.copy(), bits.copy()), allocator
+    there = np.arange(parent_bits) < bits[..., [0, 0, 1], None]
+    allocator = FrameAllocator(there.size * frames_per_plane + 2)
+    ids = allocator.allocate(int(there.sum()) * frames_per_plane, "plane")
+    frames = np.zeros((*there.shape, frames_per_plane), np.int32)
+    frames[there] = ids.reshape(-1, frames_per_plane)
+    return PageTable(frames, bits.copy()), allocator
 
 
 def planes_between(low: np.ndarray, high: np.ndarray) -> list[PlaneId]:
