@@ -37,9 +37,10 @@ from pagedweight_jax.models.interface import (
 )
 from pagedweight_jax.models.qwen2_moe import Qwen2Moe, layer_runs
 from pallas_kernels.paged_attention import KvLayout
+from pallas_kernels.pytree import pytree
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """One number for every routed expert weight of a model."""
@@ -48,7 +49,7 @@ class Experts:
     down: Float32[Array | np.ndarray, "L E D F"]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class Sums:
     """What is added up over the calibration sequences."""

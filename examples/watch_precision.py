@@ -2,7 +2,7 @@
 
 from pagedweight_jax import SamplingParams, serve
 
-with serve("demo", memory_budget="84MiB", max_model_len=256) as llm:
+with serve("demo", memory_budget="79MiB", max_model_len=256) as llm:
     print(f"before: {llm.mean_bits:.2f} bits, {llm.memory_report()}")
     params = SamplingParams(temperature=0.8, max_tokens=100, ignore_eos=True)
     outputs = llm.generate(["It was a dark and stormy night"] * 16, params)

@@ -122,8 +122,9 @@ def _convert(values: Values, _: str) -> None:
 
 
 def _inspect(_: Values, folder: str) -> None:
-    from checkpoints_tools.inspect import describe
     from rich.console import Console
+
+    from checkpoints_tools.inspect import describe
 
     Console().print(describe(folder))
 

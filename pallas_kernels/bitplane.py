@@ -23,7 +23,6 @@ loads of ``4 V`` bytes. Row tiles are contiguous: a plane may be cut between the
 
 from typing import Literal
 
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Integer, UInt32

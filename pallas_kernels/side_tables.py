@@ -8,14 +8,14 @@ in and computes weights from codes at a number of bits that is data, not shape.
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float16, Float32, Int, Int32
 
 from pallas_kernels.bitplane import BitOrder
+from pallas_kernels.pytree import pytree
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class AffineTables:
     """Uniform levels in a range per row and group of columns.
@@ -53,7 +53,7 @@ class AffineTables:
         return (scale * level + zero).reshape(*batch, n, k)
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class CodebookTables:
     """A lookup table per row for every level (Any-Precision LLM, arXiv 2402.10517).

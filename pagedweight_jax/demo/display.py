@@ -21,7 +21,7 @@ def sparkline(values: Sequence[float], low: float, high: float, width: int) -> s
     """Draws the last ``width`` values as bars of text."""
     levels = (np.array(values[-width:]) - low) / max(high - low, 1e-9)
     return "".join(
-        _SPARKS[int(round(level * (len(_SPARKS) - 1)))] for level in levels.clip(0, 1)
+        _SPARKS[round(level * (len(_SPARKS) - 1))] for level in levels.clip(0, 1)
     )
 
 

@@ -44,6 +44,9 @@ from pagedweight_jax.sensitivity import Sensitivity
 DENSE_BITS = 16.0
 """What `Precision.mean_bits` says of experts that are not quantised."""
 
+_MAX_FAILED_PLANS = 3
+"""Failed plans that `Engine.settle` bears; a fixed precision bears none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionControl:
@@ -173,15 +176,30 @@ class Engine:
         """Runs idle steps until no plan is open and none would be made.
 
         Raises:
-          RuntimeError: if requests are unfinished.
+          RuntimeError: if requests are unfinished, or plan after plan fails because
+            planes do not get to the device.
         """
         if self.has_work:
             raise RuntimeError(
                 "settle() waits for idle; finish or abort requests first"
             )
-        while not self._settled():
+        failed: set[int] = set()
+        while True:
             self.step()
             self._commit_arrivals(block=True)
+            failed |= self._failed_plan()
+            if len(failed) >= (1 if self._control is None else _MAX_FAILED_PLANS):
+                raise RuntimeError(
+                    f"planes do not get to the device: {len(failed)} plans failed one"
+                    f" after the other; experts have {self.mean_bits:.2f} bits"
+                )
+            if self._settled():
+                return
+
+    def _failed_plan(self) -> set[int]:
+        """Returns the id of the newest plan if loads of it were given up."""
+        records = self._migrator.records[-1:] if self._migrator is not None else []
+        return {r.plan_id for r in records if r.outcome == "failed"}
 
     def _settled(self) -> bool:
         if self._migrator is None:

@@ -8,9 +8,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from pagedweight_jax.engine.request import MAX_LOGPROBS
+from pallas_kernels.pytree import pytree
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class SamplingInputs:
     """Sampling options of the M rows of a step, as data.
@@ -32,7 +33,7 @@ class SamplingInputs:
     position: Int32[Array, "M"]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
     """Log probabilities (before temperature) of given tokens and the best ones."""
@@ -43,7 +44,7 @@ class TokenLogprobs:
     top_logprobs: Float32[Array, "M top"]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
     """The next token of each row; ``finite`` tells whether its logits were numbers."""

@@ -5,7 +5,7 @@ are ever called: a change of batch or precision cannot trace or compile anything
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,12 @@ from pagedweight_jax.models.interface import (
 from pagedweight_jax.paging import pool as paged_pool
 from pagedweight_jax.paging.pool import PoolLayout
 from pallas_kernels.paged_attention import KvLayout, Rows
+from pallas_kernels.pytree import pytree
 
 _LOGITS_ROWS = 32  # prompt positions whose logits exist at one time
 
 
+@runtime_checkable
 class Model(Protocol):
     """What the engine asks of a model."""
 
@@ -73,7 +75,7 @@ class StepShape:
         return self.decode_rows + self.prefill_rows
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """What the host tells the device about one step."""
@@ -83,7 +85,7 @@ class Batch:
     sampling: SamplingInputs
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
     """What a forward pass returns; the pool is unchanged."""
@@ -127,7 +129,7 @@ def _extra_bytes(compiled: Compiled) -> int:
 
 
 def compile_programs(
-    graphdef: nnx.GraphDef[Model],  # pyright: ignore[reportInvalidTypeArguments]
+    graphdef: nnx.GraphDef[Any],
     params: Params,
     shapes: tuple[StepShape, ...],
     *,
@@ -170,7 +172,7 @@ def compile_programs(
         output: StepOutput = lowered.out_info
         forwards[shape] = lowered.compile()
         commits[shape] = _compile_commit_kv(
-            pool_array, output.fresh_kv, batch.rows, shape, kv
+            pool_array, _abstract(output.fresh_kv), batch.rows, shape, kv
         )
         if shape.prefill_rows:
             count = shape.prefill_rows * shape.prefill_queries
@@ -207,11 +209,10 @@ def _compile_commit_kv(
     def commit(pool: Array, fresh_kv: Array, rows: tuple[Rows, ...]) -> Array:
         return paged_pool.commit_kv(pool, fresh_kv, rows, kv, queries)
 
-    fresh = jax.ShapeDtypeStruct(fresh_kv.shape, fresh_kv.dtype)
-    return jax.jit(commit, donate_argnums=0).lower(pool, fresh, rows).compile()
+    return jax.jit(commit, donate_argnums=0).lower(pool, fresh_kv, rows).compile()
 
 
-def _abstract(tree: object) -> object:
+def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
 
 

@@ -147,7 +147,10 @@ def greedy_clusters(rows: SortedRows, num_clusters: int) -> Bounds:
 
 
 def lloyd(rows: SortedRows, bounds: Bounds, max_iterations: int) -> Bounds:
-    """Moves cluster bounds half way between the means until nothing moves."""
+    """Moves cluster bounds half way between the means until nothing moves.
+
+    Clusters without values must be the last ones; they stand at the largest value.
+    """
     bounds = bounds.copy()
     empty = np.repeat(rows.values[:, -1:], bounds.shape[1] - 1, axis=1)
     means = cluster_means(rows, bounds, empty)

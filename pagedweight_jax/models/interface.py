@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels.paged_attention import KvLayout, Rows
+from pallas_kernels.pytree import pytree
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class Pages:
     """The expert pages as a step sees them: bits and frames are data, not shape."""
@@ -18,7 +18,7 @@ class Pages:
     frames: Int32[Array, "L E 3 parent_bits frames_per_plane"]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
     """The tokens of a step in groups of rows, and the memory that they read.
@@ -33,7 +33,7 @@ class ModelInputs:
     pages: Pages | None  # None: the experts are not paged
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class InputMoments:
     """Sums over routed tokens of the squared inputs of each expert's linears."""
@@ -42,7 +42,7 @@ class InputMoments:
     down: Float32[Array, "*L E F"]
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class RoutingCounts:
     """What a step's routing looked like, layer by layer.
@@ -59,7 +59,7 @@ class RoutingCounts:
     moments: InputMoments | None = None
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class ModelOutputs:
     """Hidden states after the final norm, fresh key-value rows and routing counts."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypedDict
+from typing import TypedDict
 
 import jax
 import numpy as np
@@ -16,7 +16,8 @@ from pagedweight_jax.engine.outputs import RequestOutput, request_output
 from pagedweight_jax.engine.request import Request, SamplingParams
 from pagedweight_jax.paging.migration import PlanRecord
 from pagedweight_jax.paging.planner import PlannerLimits, Watermarks
-from pagedweight_jax.serving.build import Built, LoadedModel, build_engine, load_model
+from pagedweight_jax.serving.build import Built, build_engine
+from pagedweight_jax.serving.load import LoadedModel, load_model
 from pagedweight_jax.serving.options import Dtype, Policy, ServeOptions, resolve_model
 
 
@@ -82,7 +83,7 @@ class LLM:
         self._built: Built | None = built
         self._num_requests = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(

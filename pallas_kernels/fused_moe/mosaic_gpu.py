@@ -42,6 +42,8 @@ from pallas_kernels.bitplane import TILE, vector_width
 from pallas_kernels.fused_moe import mosaic_tile
 from pallas_kernels.fused_moe.mosaic_tile import Ref
 from pallas_kernels.fused_moe.reference import Activation, activation_function
+from pallas_kernels.pytree import pytree
+from pallas_kernels.pytree import pytree
 from pallas_kernels.side_tables import AffineTables, CodebookTables, SideTables
 
 _PART_BITS = 11  # of the significand of fp16
@@ -77,7 +79,7 @@ def max_tiles(num_pairs: int, num_experts: int, tokens_per_tile: int) -> int:
     return (num_pairs + active * (tokens_per_tile - 1)) // tokens_per_tile
 
 
-@jax.tree_util.register_dataclass
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class TokenTiles:
     """Tiles of up to M tokens of one expert, and where each pair went.

@@ -134,10 +134,18 @@ def _codes(
 
 
 def _dot(weights: Float16[Array, "64 64"], x_ref: Ref) -> Float32[Array, "64 M"]:
-    """Multiplies by the tokens, whose fragments are put back into rows."""
-    x = x_ref[...].reshape(-1, 2, TOKENS, 4, 2, 2, 2)  # tokens h g t i j e
-    x = jnp.transpose(x, (0, 2, 1, 4, 5, 3, 6)).reshape(-1, TILE)
-    return jnp.dot(weights.astype(jnp.float32), x.astype(jnp.float32).T)
+    """Multiplies by the tokens, which are looked up in their fragments.
+
+    A lookup, since XLA's CPU compiler of jaxlib 0.11.2 takes minutes for the
+    transposition with 7 axes that would do the same.
+    """
+    x = x_ref[...]
+    shape = (TILE, x.size // TILE)
+    k, token = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(2))
+    lane = 4 * (token % TOKENS) + k % 8 // 2
+    value = 4 * (k % 32 // 16) + 2 * (k % 16 // 8) + k % 2
+    index = 512 * (token // TOKENS) + 256 * (k // 32) + 8 * lane + value
+    return jnp.dot(weights.astype(jnp.float32), x[index].astype(jnp.float32))
 
 
 # ---- the device's way: everything below runs per thread while a kernel is lowered ----

@@ -32,7 +32,7 @@ def _fold(
     request's NaN, must not leak through a weight of zero.
     """
     out, top, total = state
-    v = jnp.where(visible.any(axis=1)[..., None, None], v, 0)
+    v = jnp.where(visible.any(axis=1)[..., None, None], v, jnp.zeros_like(v))
     scores = jnp.einsum("RQKGH,RSKH->RKGQS", q, k.astype(jnp.float32))
     scores = jnp.where(visible[:, None, None], scores, _MASKED)
     new_top = jnp.maximum(top, scores.max(-1))
@@ -104,7 +104,7 @@ def paged_attention(
     groups = num_heads // num_kv_heads
     layer = jnp.asarray(layer, jnp.int32)
     offsets = jnp.arange(num_queries, dtype=jnp.int32)
-    q_positions = rows.starts[:, None] + offsets
+    q_positions = rows.starts[:, None] + offsets[None]
     queries = (q.astype(jnp.float32) * scale).reshape(
         num_rows, num_queries, num_kv_heads, groups, head_dim
     )
@@ -119,9 +119,9 @@ def paged_attention(
         positions = i * _CHUNK_TOKENS + jnp.arange(_CHUNK_TOKENS, dtype=jnp.int32)
         words = _gather_chunk(pool, rows, positions, layer, layout)
         keys, values = unpack_rows(words, layout)
-        every_row = jnp.broadcast_to(positions, (num_rows, _CHUNK_TOKENS))
+        every_row = jnp.broadcast_to(positions[None], (num_rows, _CHUNK_TOKENS))
         visible = _visible(q_positions, every_row, window)
-        visible &= (positions < rows.cached[:, None])[:, None, :]
+        visible &= (positions[None] < rows.cached[:, None])[:, None, :]
         return _fold(state, queries, keys, values, visible)
 
     if rows.block_frames.shape[1]:  # without blocks there is nothing to loop over
@@ -141,7 +141,7 @@ def paged_attention(
 
             visible = _visible(q_positions, of_row(q_positions), window)
             visible &= (rows.sequences == rows.sequences[row])[:, None, None]
-            visible &= offsets < rows.lengths[row]
+            visible &= (offsets < rows.lengths[row])[None, None]
             return _fold(state, queries, of_row(k), of_row(v), visible), None
 
         state, _ = lax.scan(fresh_row, state, jnp.arange(num_rows, dtype=jnp.int32))

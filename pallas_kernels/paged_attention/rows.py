@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-import jax
 from jaxtyping import Array, Int32
 
+from pallas_kernels.pytree import pytree
 
-@jax.tree_util.register_dataclass
+
+@pytree
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """R rows of Q tokens each; row r holds positions ``starts .. starts + lengths``.

@@ -1,0 +1,171 @@
+"""How large things are: buckets, key-value blocks, workspace, and the split budget."""
+
+import jax
+import numpy as np
+
+from pagedweight_jax.config import ModelConfig
+from pagedweight_jax.engine.memory import (
+    MemoryPlan,
+    Needs,
+    device_memory_bytes,
+    parse_bytes,
+    plan_memory,
+    workspace_bytes,
+)
+from pagedweight_jax.engine.step import StepShape
+from pagedweight_jax.paging import planner
+from pagedweight_jax.paging.migration import MAX_IN_FLIGHT
+from pagedweight_jax.paging.planner import PlannerLimits
+from pagedweight_jax.paging.statistics import RoutingStatistics, initial
+from pagedweight_jax.paging.table import BLOCK_PLANES
+from pagedweight_jax.serving.load import LoadedModel
+from pagedweight_jax.serving.options import ServeOptions
+from pallas_kernels.bitplane import plane_words
+from pallas_kernels.paged_attention import KvLayout
+
+STAGING_FRAMES = 64
+"""Frames of a staging array: the most that one commit of planes writes."""
+
+_PREFILL_QUERIES = 64
+
+
+def step_shapes(options: ServeOptions) -> tuple[StepShape, ...]:
+    """Returns the buckets: few and many decode rows, with and without prefill."""
+    most = options.max_num_seqs
+    queries = min(_PREFILL_QUERIES, options.max_num_batched_tokens)
+    rows = max(1, options.max_num_batched_tokens // queries)
+    decode = {min(4, most), most}
+    prefill = {1, rows}
+    return tuple(
+        [StepShape(decode_rows=n) for n in sorted(decode)]
+        + [
+            StepShape(decode_rows=most, prefill_rows=r, prefill_queries=queries)
+            for r in sorted(prefill)
+        ]
+    )
+
+
+def kv_layout(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
+    """Returns the layout of key-value blocks in frames of one down plane."""
+    return KvLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype="float32" if dtype == "float32" else "bfloat16",
+        frame_words=plane_words(config.hidden_size, config.expert_width),
+    )
+
+
+def workspace(model: LoadedModel, kv: KvLayout, shapes: tuple[StepShape, ...]) -> int:
+    """Bounds the bytes that any step needs beside parameters and pool."""
+    config = model.config
+    return max(
+        workspace_bytes(
+            shape,
+            kv,
+            hidden_size=config.hidden_size,
+            inner_size=max(
+                3 * config.num_heads * config.head_dim,
+                config.shared_expert_width,
+                0 if all(config.moe_layers) else config.dense_width,
+            ),
+            vocab_size=config.vocab_size,
+            expert_bytes=_expert_bytes(model),
+        )
+        for shape in shapes
+    )
+
+
+def _expert_bytes(model: LoadedModel) -> int:
+    """Bytes that the experts of one layer need while they are computed.
+
+    Paged experts are dequantised one at a time (codes, weights and their operands);
+    of dense ones, the scan over layers copies a layer's matrices.
+    """
+    config = model.config
+    one = 3 * config.hidden_size * config.expert_width
+    if model.pages is not None:
+        return 4 * 4 * one
+    itemsize = jax.tree.leaves(model.params)[0].dtype.itemsize
+    return config.num_experts * one * itemsize
+
+
+def needs_of(
+    model: LoadedModel,
+    options: ServeOptions,
+    kv: KvLayout,
+    shapes: tuple[StepShape, ...],
+    limits: PlannerLimits,
+) -> Needs:
+    """Collects what must fit in the budget at the least.
+
+    Raises:
+      ValueError: if max_model_len is more than the model's positions.
+    """
+    max_model_len = options.max_model_len or kv.block_size
+    if max_model_len > model.config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={max_model_len} is more than the model's"
+            f" {model.config.max_position_embeddings} positions; lower it"
+        )
+    staging = MAX_IN_FLIGHT * STAGING_FRAMES * kv.frame_words * 4
+    return Needs(
+        dense_bytes=model.dense_bytes,
+        side_table_bytes=0 if model.pages is None else model.side_table_bytes,
+        reserve_bytes=workspace(model, kv, shapes)
+        + (0 if model.pages is None else staging),
+        plane_frames=_least_plane_frames(model, options, limits, 4 * kv.frame_words),
+        kv_frames=-(-max_model_len // kv.block_size) * kv.frames_per_block,
+    )
+
+
+def _least_plane_frames(
+    model: LoadedModel, options: ServeOptions, limits: PlannerLimits, frame_bytes: int
+) -> int:
+    """Frames of the planes when all pages are at their floors, at the worst routing.
+
+    Floors follow the routing; they add up to most when all experts are equally hot.
+    """
+    if model.sensitivity is None:
+        return 0
+    num_layers, num_experts = model.sensitivity.expert_share.shape
+    blocks = np.array(BLOCK_PLANES)
+    if options.pin_bits is not None:
+        return num_layers * num_experts * int(blocks.sum()) * options.pin_bits
+    if options.expert_budget is not None:
+        return parse_bytes(options.expert_budget) // frame_bytes
+    even = np.full((num_layers, num_experts), 1 / num_experts, np.float32)
+    worst = RoutingStatistics(even, initial(model.sensitivity).features)
+    floors = planner.floors(model.sensitivity, worst, limits)
+    return int(floors.sum(axis=(0, 1)) @ blocks)
+
+
+def split_memory(
+    model: LoadedModel, options: ServeOptions, kv: KvLayout, needs: Needs
+) -> tuple[MemoryPlan, int]:
+    """Returns the split budget and the longest sequence."""
+    budget = _budget(model, options, kv, needs)
+    memory = plan_memory(budget, needs, frame_words=kv.frame_words, frames_per_plane=1)
+    if options.max_model_len is not None:
+        return memory, options.max_model_len
+    kv_frames = memory.pool.num_frames - 1 - needs.plane_frames
+    tokens = kv_frames // kv.frames_per_block * kv.block_size
+    return memory, min(model.config.max_position_embeddings, tokens)
+
+
+def _budget(
+    model: LoadedModel, options: ServeOptions, kv: KvLayout, needs: Needs
+) -> int:
+    if options.memory_budget is not None:
+        return parse_bytes(options.memory_budget)
+    share = int(options.gpu_memory_utilization * device_memory_bytes())
+    if jax.default_backend() == "gpu":
+        return share + needs.dense_bytes + needs.side_table_bytes  # both in use already
+    # On the CPU memory belongs to others as well: take what can be used at most.
+    length = options.max_model_len or model.config.max_position_embeddings
+    blocks = options.max_num_seqs * -(-length // kv.block_size)
+    planes = 0 if model.pages is None else model.pages.nbytes
+    most = needs.dense_bytes + needs.side_table_bytes + needs.reserve_bytes
+    most += planes + (blocks + 64) * kv.block_bytes
+    return min(share, most)
