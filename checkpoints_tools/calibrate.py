@@ -14,6 +14,7 @@ All of it is float32 on the CPU. The experts, their sums of squared gradients an
 gradients of one sequence are in memory together: 12 bytes an expert weight.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -92,19 +93,18 @@ class Calibration:
     losses: Float32[np.ndarray, "S"]
 
 
+Loss = Callable[[Experts, Tree, Array], tuple[Array, RoutingCounts]]
+"""The mean loss of a sequence and its routing, of experts, dense weights, tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DifferentiableModel:
-    """A float32 model whose loss can be differentiated by its experts.
-
-    Attributes:
-      loss: mean loss of a sequence, and its routing, given experts, dense parameters
-        and tokens.
-    """
+    """A float32 model whose loss can be differentiated by its experts."""
 
     config: ModelConfig
     dense: Tree
     experts: Experts
-    loss: Callable[[Experts, Tree, Array], tuple[Array, RoutingCounts]]
+    loss: Loss
 
 
 def load_model(source: HuggingFaceModel) -> DifferentiableModel:
@@ -135,12 +135,11 @@ def calibrate(
     Args:
       advance: is told the tokens of each sequence when it is done.
     """
-    step = jax.jit(_add_sequence, static_argnums=0, donate_argnums=1)
     features, losses = [], []
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         sums = _zero_sums(model)
         for tokens in sequences:
-            sums, loss, norms = step(
+            sums, loss, norms = _add_sequence(
                 model.loss, sums, model.experts, model.dense, tokens
             )
             losses.append(float(loss))
@@ -173,10 +172,10 @@ def sequence_gradients(
     model: DifferentiableModel, sequences: Int32[np.ndarray, "S T"]
 ) -> Iterator[Experts]:
     """Yields the gradient of the mean loss of each sequence."""
-    gradient = jax.jit(jax.grad(model.loss, has_aux=True))
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for tokens in sequences:
-            yield gradient(model.experts, model.dense, tokens)[0]
+    for tokens in sequences:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            gradient = _gradient(model.loss, model.experts, model.dense, tokens)
+        yield gradient
 
 
 def norm_features(
@@ -187,9 +186,10 @@ def norm_features(
     return np.stack([mean, np.sqrt(mean_square), norms[:, 2]], axis=1)
 
 
+@functools.cache  # one function a model, so that it is compiled once
 def _loss_function(
     config: ModelConfig,
-) -> Callable[[Experts, Tree, Array], tuple[Array, RoutingCounts]]:
+) -> Loss:
     """Returns the mean loss of a sequence as a function of the experts."""
     abstract = nnx.eval_shape(
         lambda: Qwen2Moe(config, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
@@ -244,8 +244,9 @@ def _zero_sums(model: DifferentiableModel) -> Sums:
     )
 
 
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _add_sequence(
-    loss: Callable[[Experts, Tree, Array], tuple[Array, RoutingCounts]],
+    loss: Loss,
     sums: Sums,
     experts: Experts,
     dense: Tree,
@@ -260,3 +261,14 @@ def _add_sequence(
         tokens=routing.tokens,
     )
     return jax.tree.map(jnp.add, sums, one), value, routing.norms
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradient(
+    loss: Loss,
+    experts: Experts,
+    dense: Tree,
+    tokens: Int32[Array, "T"],
+) -> Experts:
+    """Returns the gradient of the mean loss of one sequence."""
+    return jax.grad(loss, has_aux=True)(experts, dense, tokens)[0]

@@ -282,9 +282,13 @@ def _calibration_summary(
         "least_tokens_of_an_expert": int(tokens.min()),
         "experts_without_tokens": int((tokens == 0).sum()),
         "residual_sequences": min(RESIDUAL_SEQUENCES, run.sequences.shape[0]),
-        "residual_r2": residual.r2.round(3).tolist(),
-        "residual_r2_left_out": residual.r2_left_out.round(3).tolist(),
+        "residual_r2": _rounded(residual.r2),
+        "residual_r2_left_out": _rounded(residual.r2_left_out),
     }
+
+
+def _rounded(values: np.ndarray) -> list[Any]:
+    return values.astype(np.float64).round(3).tolist()
 
 
 # Checks

@@ -36,7 +36,7 @@ def progress_bar(shown: bool) -> Progress:
     )
 
 
-def format_count(count: float) -> str:
+def format_count(count: int | float) -> str:
     """Writes a count in three digits: 12.3 M."""
     for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if count >= size:
@@ -44,7 +44,7 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
-def format_bytes(count: float) -> str:
+def format_bytes(count: int | float) -> str:
     """Writes a number of bytes in three digits: 12.3 MB."""
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= size:

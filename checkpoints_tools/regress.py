@@ -7,7 +7,9 @@ block of layer l read at seed bits is
 
 which averages to the page losses of `sensitivity` over all sequences. Its ratio to
 the mean is fitted on the features of the sequence by ridge regression (their mean and
-root mean square are nearly collinear); standardisation is folded into the result:
+root mean square are nearly collinear). How strongly the slopes are held back is chosen
+by leaving out each sequence in turn: where the features tell nothing, eta stays near 1.
+Standardisation is folded into the result:
 
     eta = bias + weights @ features
 """
@@ -18,11 +20,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
-from sklearn.linear_model import Ridge
+from jaxtyping import Array, Float32, Float64, Int32
+from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import LeaveOneOut, cross_val_predict
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from checkpoints_tools.calibrate import (
     DifferentiableModel,
@@ -30,7 +30,10 @@ from checkpoints_tools.calibrate import (
     sequence_gradients,
 )
 
-_RIDGE = 1.0  # standard deviations of the features are 1
+_RIDGES = np.logspace(-1, 4, 11)
+"""Penalties to choose from; standard deviations of the features are 1."""
+
+_LEAST_SEQUENCES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,24 +89,33 @@ def fit(
 ) -> PromptResidual:
     """Fits the ratio of damage to mean damage for every layer and block.
 
-    A block without damage, or a single sequence, gets eta = 1.
+    A block without damage, or with too few sequences, gets eta = 1.
     """
     _, num_layers, num_features = features.shape
     weights = np.zeros((num_layers, 2, num_features), np.float32)
     bias = np.ones((num_layers, 2), np.float32)
     r2, left_out = np.zeros((2, num_layers, 2), np.float32)
-    for layer, block in np.ndindex(num_layers, 2):
-        x, y = features[:, layer].astype(np.float64), damage[:, layer, block]
-        if len(y) < 2 or not y.mean() > 0 or y.std() == 0:
-            continue
-        y = (y / y.mean()).astype(np.float64)
-        scaler = StandardScaler().fit(x)
-        ridge = Ridge(_RIDGE).fit(scaler.transform(x), y)
-        slope = ridge.coef_ / scaler.scale_
-        weights[layer, block] = slope
-        bias[layer, block] = ridge.intercept_ - slope @ scaler.mean_
-        r2[layer, block] = ridge.score(scaler.transform(x), y)
-        both = make_pipeline(StandardScaler(), Ridge(_RIDGE))
-        predicted = cross_val_predict(both, x, y, cv=LeaveOneOut())
-        left_out[layer, block] = 1 - ((y - predicted) ** 2).mean() / y.var()
+    for place in np.ndindex(num_layers, 2):
+        x, y = features[:, place[0]].astype(np.float64), damage[:, *place]
+        if len(y) >= _LEAST_SEQUENCES and y.std() > 0:
+            ratio = y.astype(np.float64) / y.mean(dtype=np.float64)
+            weights[place], bias[place], r2[place], left_out[place] = _fit_one(x, ratio)
     return PromptResidual(weights=weights, bias=bias, r2=r2, r2_left_out=left_out)
+
+
+def _fit_one(
+    x: Float64[np.ndarray, "S 3"], y: Float64[np.ndarray, "S"]
+) -> tuple[Float64[np.ndarray, "3"], float, float, float]:
+    """Returns slopes, bias, R2, and R2 on sequences that were left out."""
+    mean, spread = x.mean(axis=0), x.std(axis=0)
+    spread[spread == 0] = 1
+    standard = (x - mean) / spread
+    ridge = RidgeCV(_RIDGES).fit(standard, y)
+    slopes = np.asarray(ridge.coef_) / spread
+    left_out = cross_val_predict(RidgeCV(_RIDGES), standard, y, cv=LeaveOneOut())
+    return (
+        slopes,
+        float(ridge.intercept_ - slopes @ mean),
+        float(ridge.score(standard, y)),
+        float(1 - ((y - left_out) ** 2).mean() / y.var()),
+    )

@@ -39,7 +39,6 @@ from jaxtyping import UInt32
 
 from pagedweight_jax.config import ModelConfig, read_config
 from pagedweight_jax.formats import Format, make_format
-from pagedweight_jax.formats.common import host_array
 from pagedweight_jax.sensitivity import Sensitivity
 from pallas_kernels import bitplane
 from pallas_kernels.side_tables import SideTables
@@ -73,7 +72,8 @@ class LayerPages:
     Attributes:
       planes: plane ``j`` (0 is the most significant) of the linears gate, up and down
         of every expert.
-      gate_up: side tables of all experts; rows of gate above rows of up.
+      gate_up: side tables of all experts; rows of gate above rows of up. They hold
+        NumPy arrays when they were read.
       down: side tables of all experts.
     """
 
@@ -231,7 +231,9 @@ def read_layer(
     def tables(block: str) -> SideTables:
         kind = format.tables
         names = [part.name for part in fields(kind)]
-        return kind(**{name: host_array(tree[f"{block}.{name}"]) for name in names})
+        # NumPy arrays stand in for those of a device.
+        arrays: dict[str, Any] = {name: tree[f"{block}.{name}"] for name in names}
+        return kind(**arrays)
 
     return LayerPages(planes=planes, gate_up=tables("gate_up"), down=tables("down"))
 

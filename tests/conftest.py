@@ -8,13 +8,13 @@ PAGEDWEIGHT_TEST_GPU=1. All of it must be set before jax or our packages load.
 import importlib.util
 import os
 
-import hypothesis
 import pytest
 
 ON_GPU = os.environ.get("PAGEDWEIGHT_TEST_GPU") == "1"
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
-# A machine that only runs the gpu tests may lack beartype.
+# A machine that only runs the gpu tests may lack beartype and hypothesis.
 TYPE_CHECKED = importlib.util.find_spec("beartype") is not None
+HAS_HYPOTHESIS = importlib.util.find_spec("hypothesis") is not None
 
 # By environment rather than jax.config, so that tests' child processes have it too.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
@@ -30,12 +30,15 @@ if TYPE_CHECKED:
 
     jaxtyping.install_import_hook(
         ["pagedweight_jax", "pallas_kernels", "checkpoints_tools"],
-        typechecker="beartype.beartype",
+        typechecker="typechecker.check",
     )
 
 # Tracing makes a first call slow, so no example has a deadline; CI repeats exactly.
-hypothesis.settings.register_profile("project", deadline=None, derandomize=IN_CI)
-hypothesis.settings.load_profile("project")
+if HAS_HYPOTHESIS:
+    import hypothesis
+
+    hypothesis.settings.register_profile("project", deadline=None, derandomize=IN_CI)
+    hypothesis.settings.load_profile("project")
 
 
 def pytest_report_header() -> str:

@@ -5,8 +5,10 @@ sensitivity is invented: halving a quantisation step quarters what it costs, gat
 costs more than down, and the experts differ.
 """
 
+import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +25,17 @@ from pagedweight_jax.config import ModelConfig, read_config
 from pagedweight_jax.engine.engine import Engine, StepReport
 from pagedweight_jax.engine.request import Request, SamplingParams
 from pagedweight_jax.formats import AffineFormat, Format
+from pagedweight_jax.models.interface import uncached_inputs
 from pagedweight_jax.models.moe import SideTableShapes
 from pagedweight_jax.models.qwen2_moe import Qwen2Moe
 from pagedweight_jax.paging.host_store import HostStore
 from pagedweight_jax.sensitivity import Sensitivity
 from pagedweight_jax.serving.build import Built, build_engine
-from pagedweight_jax.serving.load import LoadedModel
 from pagedweight_jax.serving.llm import LLM
+from pagedweight_jax.serving.load import LoadedModel
 from pagedweight_jax.serving.options import ServeOptions
 from pallas_kernels import bitplane
+from pallas_kernels.paged_attention import KvLayout
 from pallas_kernels.side_tables import SideTables
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -39,7 +43,10 @@ NAMES = ("qwen2_moe", "qwen2_moe_mixed")
 VOCAB_SIZE = 512
 
 POISON = VOCAB_SIZE - 1
-"""A token whose embedding is NaN in the models that `paged_model` makes."""
+"""A token that breaks what it is fed to, in the models that `paged_model` makes.
+
+Its embedding is NaN. Its logit is always 0, so it is never among the likeliest ones.
+"""
 
 EOS = 2
 
@@ -68,6 +75,12 @@ def greedy_cases() -> list[dict[str, Any]]:
 def dense_tree(name: str) -> Tree:
     """Parameters of a fixture in float32, experts as matrices."""
     return load_parameters(folder(name), "float32")
+
+
+def poisoned(tree: Tree) -> Tree:
+    tree["embed_tokens"][POISON] = np.nan
+    tree["lm_head"][POISON] = 0
+    return tree
 
 
 # Quantisation
@@ -130,10 +143,11 @@ def with_experts(tree: Tree, blocks: Sequence[tuple[Any, Any]]) -> Tree:
         if "experts" in run["mlp"]:
             length = len(run["input_layernorm"]["weight"])
             part, left = left[:length], left[length:]
-            run["mlp"]["experts"] = {
-                name: jax.tree.map(lambda *a: np.stack(a), *column)
-                for name, column in zip(("gate_up", "down"), zip(*part, strict=True))
-            }
+            gate_up, down = (
+                jax.tree.map(lambda *a: np.stack(a), *column)
+                for column in zip(*part, strict=True)
+            )
+            run["mlp"]["experts"] = {"gate_up": gate_up, "down": down}
     return tree
 
 
@@ -201,7 +215,7 @@ def paged_model(
     config, layers = read_config(folder(name)), quantised(name, form)
     tree = with_experts(dense_tree(name), [layer.tables for layer in layers])
     if poison:
-        tree["embed_tokens"][POISON] = np.nan
+        poisoned(tree)
     graphdef, params = parameters(config, table_shapes(config, form), tree, dtype)
     return LoadedModel(
         config=config,
@@ -245,6 +259,50 @@ def tokenizer() -> Tokenizer:
     return made
 
 
+# What an engine must compute
+
+
+class Oracle:
+    """A full forward pass of dense experts, dequantised at fixed bits, uncached."""
+
+    def __init__(self, bits: int, name: str = "qwen2_moe", form: Format = AFFINE):
+        layers, config = quantised(name, form), read_config(folder(name))
+        pages = np.full((config.num_experts, 2), bits)
+        tree = with_experts(
+            poisoned(dense_tree(name)),
+            [layer.weights(form, pages) for layer in layers],
+        )
+        graphdef, self.params = parameters(config, None, tree, "float32")
+        self.length = 64
+        layout = KvLayout(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=16,
+            dtype="float32",
+            frame_words=512,
+        )
+
+        @jax.jit
+        def forward(params: nnx.State, tokens: jax.Array) -> jax.Array:
+            model = nnx.merge(graphdef, params)
+            return model.logits(model(uncached_inputs(tokens, layout), layout).hidden)
+
+        self._forward = forward
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logits [T, V] of all positions; what follows a token cannot change it."""
+        padded = np.zeros((1, self.length), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.asarray(self._forward(self.params, padded))[: len(tokens)]
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
 # Engines
 
 
@@ -260,8 +318,64 @@ def options(**changes: Any) -> ServeOptions:
     return ServeOptions(**(defaults | changes))
 
 
+def smallest_budget(model: LoadedModel, chosen: ServeOptions) -> int:
+    """The budget that the message about too small a one names."""
+    try:
+        build_engine(model, dataclasses.replace(chosen, memory_budget=1))
+    except ValueError as error:
+        return int(re.search(r"at least (\d+) bytes", str(error))[1])
+    raise AssertionError("a budget of one byte was accepted")
+
+
 def llm(model: LoadedModel, chosen: ServeOptions, **build: Any) -> LLM:
     return LLM(Path("tiny"), chosen, model, build_engine(model, chosen, **build))
+
+
+@dataclass
+class Transfers:
+    """The ``put`` of an engine whose copies are late, or fail, when told to.
+
+    Attributes:
+      delay: polls until a copy is there, at most.
+      fails: share of the copies that never get there.
+      refused: share of the copies that do not even start.
+    """
+
+    rng: np.random.Generator
+    delay: int = 0
+    fails: float = 0.0
+    refused: float = 0.0
+    stalled: bool = False
+    started: int = 0
+
+    def __call__(self, words: np.ndarray) -> "Copy":
+        self.started += 1
+        if self.rng.random() < self.refused:
+            raise RuntimeError("the device takes no copy")
+        polls = int(self.rng.integers(0, self.delay + 1))
+        return Copy(self, words, polls, bool(self.rng.random() < self.fails))
+
+    def recover(self) -> None:
+        self.delay, self.fails, self.refused, self.stalled = 0, 0.0, 0.0, False
+
+
+@dataclass
+class Copy:
+    """One of them; who waits for it (settle, close) gets it at once."""
+
+    transfers: Transfers
+    words: np.ndarray
+    polls_left: int
+    broken: bool
+
+    def is_ready(self) -> bool:
+        self.polls_left -= 1
+        return self.polls_left < 0 and not self.transfers.stalled
+
+    def result(self) -> jax.Array:
+        if self.broken:
+            raise RuntimeError("the copy was lost on its way")
+        return jnp.asarray(self.words)
 
 
 def request(
@@ -280,7 +394,7 @@ def request(
     )
 
 
-def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
+def prompts(seed: int, lengths: Iterable[int]) -> list[list[int]]:
     """Random prompts without special tokens and without the poisoned one."""
     rng = np.random.default_rng(seed)
     return [rng.integers(3, POISON, n).tolist() for n in lengths]

@@ -129,6 +129,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._table: PageTable | None = None
         self._pages: Pages | None = None
+        self._last_raise: int | None = None  # step of the plan, whatever it changed
         self._last_change: int | None = None
         self.statistics = statistics
         self.scheduler = scheduler
@@ -185,31 +186,25 @@ class Engine:
             )
         failed: set[int] = set()
         while True:
+            # An idle engine has nothing to dwell for.
+            self._last_change = self._last_raise = None
             self.step()
             self._commit_arrivals(block=True)
-            failed |= self._failed_plan()
+            news = self._failed_plan() - failed
+            failed |= news
             if len(failed) >= (1 if self._control is None else _MAX_FAILED_PLANS):
                 raise RuntimeError(
                     f"planes do not get to the device: {len(failed)} plans failed one"
                     f" after the other; experts have {self.mean_bits:.2f} bits"
                 )
-            if self._settled():
+            still = self._migrator is None or self._migrator.settled
+            if still and self._last_change is None and not news:
                 return
 
     def _failed_plan(self) -> set[int]:
         """Returns the id of the newest plan if loads of it were given up."""
         records = self._migrator.records[-1:] if self._migrator is not None else []
         return {r.plan_id for r in records if r.outcome == "failed"}
-
-    def _settled(self) -> bool:
-        if self._migrator is None:
-            return True
-        if not self._migrator.settled:
-            return False
-        if self._control is None:
-            return True
-        dwell = self._control.watermarks.dwell_steps
-        return self.steps - (self._last_change or 0) > dwell
 
     def _stuck(self) -> bool:
         """Whether the oldest request can never have its blocks."""
@@ -241,9 +236,14 @@ class Engine:
         if action == "lower":
             demand = marks.demand_bytes(free, wanted, block_bytes)
             self._adopt(self._make_plan(demand_bytes=demand))
-        elif action == "raise":
+        elif action == "raise" and self._may_raise(marks.dwell_steps):
+            self._last_raise = self.steps
             slack = marks.slack_bytes(free, wanted, block_bytes)
             self._adopt(self._make_plan(slack_bytes=slack))
+
+    def _may_raise(self, dwell_steps: int) -> bool:
+        """Whether a raise is due: a plan that found nothing to raise dwells as well."""
+        return self._last_raise is None or self.steps - self._last_raise >= dwell_steps
 
     def _make_plan(
         self, *, demand_bytes: int | None = None, slack_bytes: int = 0
@@ -386,7 +386,7 @@ class Engine:
             targets[at : at + len(following)] = following
         logprobs = jax.device_get(
             self._programs.prompt_logprobs[shape](
-                self._params, output.hidden[start:], targets
+                self._params, output.hidden, targets
             )
         )
         for row, chunk in chunks:

@@ -24,7 +24,7 @@ def parse_bytes(text: str | int) -> int:
     if isinstance(text, int):
         amount, unit = float(text), ""
     else:
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(text))
         if not match or match[2] not in _UNITS:
             raise ValueError(
                 f"memory budget {text!r} is not a size; write bytes or a number with"

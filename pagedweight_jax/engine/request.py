@@ -156,8 +156,13 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose keys and values are not computed; 1 means decoding."""
+        """Tokens whose keys and values are not computed."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether only the newest token is left to compute; a fresh prompt prefills."""
+        return self.num_computed > 0 and self.num_pending == 1
 
     @property
     def finished(self) -> bool:

@@ -94,8 +94,8 @@ def keep_likely(
 
 def _draw(logits: Float32[Array, "M V"], inputs: SamplingInputs) -> Int32[Array, "M"]:
     """Samples each row by the Gumbel-max trick with the row's own key."""
-    scale = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)
-    scaled = logits / scale[:, None]
+    # Colder than this is greedy; logits divided by less could overflow.
+    scaled = logits / jnp.maximum(inputs.temperature, 1e-5)[:, None]
     restricted = jnp.any((inputs.top_k > 0) | (inputs.top_p < 1))
     scaled = lax.cond(
         restricted,

@@ -96,7 +96,7 @@ class Scheduler:
         """Chooses the rows of the next step and gives them their blocks."""
         preempted: list[Request] = []
         decode: list[Chunk] = []
-        for request in [r for r in self.running if r.num_pending == 1]:
+        for request in [r for r in self.running if r.decodes]:
             if request in self.running and self._make_room(request, preempted):
                 decode.append(Chunk(request, request.num_computed, 1))
         decode = [chunk for chunk in decode if chunk.request in self.running]
@@ -156,9 +156,9 @@ class Scheduler:
     def _prefill_chunks(self) -> Iterator[Chunk]:
         rows_left = self._limits.prefill_rows
         for request in self.running:
+            if request.decodes:
+                continue
             start, end = request.num_computed, len(request.token_ids)
-            if end - start == 1 and start > 0:
-                continue  # decodes
             while start < end and rows_left:
                 length = min(self._limits.prefill_queries, end - start)
                 yield Chunk(request, start, length)

@@ -101,7 +101,11 @@ Params = nnx.State
 
 @dataclass(frozen=True, kw_only=True)
 class Programs:
-    """Executables by shape."""
+    """Executables by shape.
+
+    ``prompt_logprobs`` takes the hidden states of the whole step, and the targets of
+    its prefill group.
+    """
 
     forward: dict[StepShape, Compiled]
     commit_kv: dict[StepShape, Compiled]
@@ -161,7 +165,8 @@ def compile_programs(
         return _forward(nnx.merge(graphdef, params), pool, pages, batch, kv)
 
     def prompt_logprobs(params: Params, hidden: Array, targets: Array) -> TokenLogprobs:
-        return _prompt_logprobs(nnx.merge(graphdef, params), hidden, targets)
+        prefill = hidden[hidden.shape[0] - targets.shape[0] :]
+        return _prompt_logprobs(nnx.merge(graphdef, params), prefill, targets)
 
     forwards, commits, prompts = {}, {}, {}
     for shape in shapes:
@@ -176,13 +181,10 @@ def compile_programs(
         )
         if shape.prefill_rows:
             count = shape.prefill_rows * shape.prefill_queries
-            hidden = jax.ShapeDtypeStruct(
-                (count, output.hidden.shape[1]), output.hidden.dtype
-            )
             targets = jax.ShapeDtypeStruct((count,), jnp.int32)
             prompts[shape] = (
                 jax.jit(prompt_logprobs)
-                .lower(abstract_params, hidden, targets)
+                .lower(abstract_params, _abstract(output.hidden), targets)
                 .compile()
             )
     words = jax.ShapeDtypeStruct((staging_frames, pool.frame_words), jnp.uint32)

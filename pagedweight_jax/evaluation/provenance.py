@@ -35,7 +35,10 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Returns the commit of this source tree, "-dirty" if it was changed."""
+    """Returns the commit of this source tree, "-dirty" if it was changed.
+
+    A copy without its repository is told by the variable PAGEDWEIGHT_COMMIT.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         result = subprocess.run(
@@ -46,5 +49,5 @@ def _commit() -> str:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("PAGEDWEIGHT_COMMIT", "unknown")
     return result.stdout.strip()

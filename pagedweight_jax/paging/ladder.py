@@ -122,7 +122,9 @@ def hull_slopes(
 
         slope[s] = max over b >= s of min over a < s of chord(a, b)
 
-    Rows outside the cut are huge below and zero above, so that they never join in.
+    A higher step minimises over more chords and maximises over fewer minima, so slopes
+    never rise, to the last digit. Rows outside the cut are huge below and zero above,
+    so that they never join in.
     """
     level = np.arange(len(damage))[:, None]
     bottom = np.where(level < low, _HUGE, damage)
@@ -134,9 +136,6 @@ def hull_slopes(
         chords = (bottom[step - 1] - top[step:]) * per_step
         np.minimum(best[step:], chords, out=best[step:])
         np.max(best[step:], axis=0, out=slopes[step - 1], initial=0)
-    # Rounding may break the order by a last digit.
-    for step in range(len(slopes) - 1, 0, -1):
-        np.maximum(slopes[step - 1], slopes[step], out=slopes[step - 1])
     return slopes
 
 

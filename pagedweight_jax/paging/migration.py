@@ -298,8 +298,6 @@ class Migrator:
         self._table = tables.raise_planes(
             self._table, arrival.planes, np.concatenate(list(frames.values()))
         )
-        for plane in arrival.planes:
-            self._attempts.pop(plane, None)
         self._finish_if_settled()
 
     def check_integrity(self) -> None:

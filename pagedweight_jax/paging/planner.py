@@ -97,6 +97,7 @@ class Plan:
       demand_bytes: bytes that had to be freed; for a raise, that could be taken.
       freed_bytes: bytes of frames that are free once the plan is adopted; negative
         for the bytes that its new loads will take.
+      cancelled_bytes: bytes that loads without frames, given up, will not take.
       predicted_damage: change of the loss in nats a token, once all is loaded. Bits
         below the seed, where no loss is defined, count as seed bits.
       feasible: whether the demand was met; for a raise, whether all pages reach their
@@ -108,6 +109,7 @@ class Plan:
     reason: str
     demand_bytes: int
     freed_bytes: int
+    cancelled_bytes: int
     predicted_damage: float
     feasible: bool
     pages_down: int
@@ -287,32 +289,25 @@ def plan_lower(
 ) -> Plan:
     """Frees at least ``demand_bytes`` at the least predicted damage.
 
-    Only planes that hold frames free any, so a plan that has to free something first
-    gives up all loads that hold none yet: they would take what is freed. (Loads
-    towards a floor stay.) Then pages lose plane after plane, loads in flight before
-    committed planes, cheapest damage per byte first and none below its floor.
+    First, all loads that hold no frames yet are given up, but those towards a floor:
+    they would take what is freed. Then, for what is still lacking, pages lose plane
+    after plane, loads in flight before committed planes, cheapest damage per byte
+    first and none below its floor.
 
     Args:
+      demand_bytes: bytes that lack once loads that are wanted but hold no frames yet
+        (`Migrator.num_queued_frames`) have taken theirs.
       held: bits of each page whose planes hold frames, committed or reserved for a
         load in flight (`Migrator.held`); None means the committed bits.
       frozen: pages that must stay as they are.
     Returns:
-      A plan; feasible if it frees the demand.
+      A plan; feasible if freed and cancelled bytes meet the demand.
     """
     ladders = _ladders(table, sensitivity, statistics, limits, held, frozen)
     need = -(-max(0, demand_bytes) // _price_bytes(table, frame_bytes))
-    if need == 0:
-        start, feasible = ladders.desired, True
-        taken = np.empty(0, np.int64)
-    else:
-        start = _without_queued(ladders)
-        steps = ladders.steps_down(start)
-        freed = np.cumsum(ladders.price[steps])
-        feasible = len(freed) > 0 and bool(freed[-1] >= need)
-        count = int(np.searchsorted(freed, need)) + 1
-        taken = steps[:count]
-        if feasible and freed[count - 1] > need:
-            taken = _without_excess(ladders, start, steps, count)
+    start = _without_queued(ladders) if need else ladders.desired
+    need -= int((ladders.desired - start) @ ladders.price)
+    taken, feasible = _cheapest_steps(ladders, start, need)
     bits = start - np.bincount(taken, minlength=len(start))
     return _plan(table, ladders, bits, frame_bytes, reason, demand_bytes, feasible)
 
@@ -415,6 +410,22 @@ def _without_queued(ladders: Ladders) -> Int32[np.ndarray, "pages"]:
     )
 
 
+def _cheapest_steps(
+    ladders: Ladders, start: Int32[np.ndarray, "pages"], need: int
+) -> tuple[Int[np.ndarray, "n"], bool]:
+    """Returns the pages to lower by one bit each, and whether they free the need."""
+    if need <= 0:
+        return np.empty(0, np.int64), True
+    steps = ladders.steps_down(start)
+    freed = np.cumsum(ladders.price[steps])
+    count = int(np.searchsorted(freed, need)) + 1
+    if count > len(steps):
+        return steps, False
+    if freed[count - 1] > need:
+        return _without_excess(ladders, start, steps, count), True
+    return steps[:count], True
+
+
 def _without_excess(
     ladders: Ladders,
     start: Int32[np.ndarray, "pages"],
@@ -461,6 +472,8 @@ def _plan(
     feasible: bool,
 ) -> Plan:
     freed = np.maximum(ladders.held - bits, 0) - np.maximum(bits - ladders.desired, 0)
+    cancelled = np.maximum(ladders.desired - np.maximum(bits, ladders.held), 0)
+    unit = _price_bytes(table, frame_bytes)
     changed = np.flatnonzero(bits != ladders.desired)
     damage = ladders.damage_at(bits[changed], changed).astype(np.float64)
     damage -= ladders.damage_at(ladders.desired[changed], changed)
@@ -469,7 +482,8 @@ def _plan(
         loads=_loads(table, ladders, bits),
         reason=reason,
         demand_bytes=demand_bytes,
-        freed_bytes=int(freed @ ladders.price) * _price_bytes(table, frame_bytes),
+        freed_bytes=int(freed @ ladders.price) * unit,
+        cancelled_bytes=int(cancelled @ ladders.price) * unit,
         predicted_damage=float(damage.sum()),
         feasible=feasible,
         pages_down=int(np.count_nonzero(bits < ladders.desired)),

@@ -77,7 +77,7 @@ def commit_kv(
 
 def _row_addresses(
     rows: Rows, num_queries: int, layout: KvLayout, num_frames: int
-) -> Int32[Array, "num_layers R*Q 2"]:
+) -> Int32[Array, "num_layers tokens 2"]:
     """Returns (frame, word) of every token in every layer; unused ones are dropped."""
     offsets = jnp.arange(num_queries, dtype=jnp.int32)[None]
     positions = rows.starts[:, None] + offsets  # [R, Q]

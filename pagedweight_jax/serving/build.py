@@ -66,6 +66,13 @@ def build_engine(
     limits = _limits(options)
     needs = needs_of(model, options, kv, shapes, limits)
     memory, max_model_len = split_memory(model, options, kv, needs)
+    allocator = FrameAllocator(memory.pool.num_frames)
+    blocks = BlockManager(allocator, kv)
+    migrator = _migrator(model, allocator, put)
+    control, statistics = _control(model, options, blocks, limits)
+    if migrator is not None:
+        plan = _first_plan(model, options, limits, migrator, memory.pool.frame_bytes)
+        migrator.adopt(plan, step=0)
     max_blocks = -(-max_model_len // kv.block_size)
     programs = compile_programs(
         model.graphdef,
@@ -78,10 +85,6 @@ def build_engine(
         staging_frames=STAGING_FRAMES,
     )
     _check_workspace(programs.temporary_bytes(), workspace(model, kv, shapes))
-    allocator = FrameAllocator(memory.pool.num_frames)
-    blocks = BlockManager(allocator, kv)
-    migrator = _migrator(model, allocator, put)
-    control, statistics = _control(model, options, blocks, limits)
     engine = Engine(
         programs=programs,
         params=model.params,
@@ -95,9 +98,6 @@ def build_engine(
         statistics=statistics,
         tokenizer=model.tokenizer,
     )
-    if migrator is not None:
-        plan = _first_plan(model, options, limits, migrator, memory.pool.frame_bytes)
-        migrator.adopt(plan, step=0)
     engine.settle()
     return Built(
         engine=engine,

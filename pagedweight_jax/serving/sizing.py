@@ -131,10 +131,12 @@ def _least_plane_frames(
         return 0
     num_layers, num_experts = model.sensitivity.expert_share.shape
     blocks = np.array(BLOCK_PLANES)
+    one_bit = num_layers * num_experts * int(blocks.sum())
     if options.pin_bits is not None:
-        return num_layers * num_experts * int(blocks.sum()) * options.pin_bits
+        return one_bit * options.pin_bits
     if options.expert_budget is not None:
-        return parse_bytes(options.expert_budget) // frame_bytes
+        frames = parse_bytes(options.expert_budget) // frame_bytes
+        return min(frames, one_bit * model.sensitivity.parent_bits)
     even = np.full((num_layers, num_experts), 1 / num_experts, np.float32)
     worst = RoutingStatistics(even, initial(model.sensitivity).features)
     floors = planner.floors(model.sensitivity, worst, limits)

@@ -43,7 +43,6 @@ from pallas_kernels.fused_moe import mosaic_tile
 from pallas_kernels.fused_moe.mosaic_tile import Ref
 from pallas_kernels.fused_moe.reference import Activation, activation_function
 from pallas_kernels.pytree import pytree
-from pallas_kernels.pytree import pytree
 from pallas_kernels.side_tables import AffineTables, CodebookTables, SideTables
 
 _PART_BITS = 11  # of the significand of fp16
@@ -136,7 +135,7 @@ def make_tiles(
 
 def to_half(
     x: Float32[Array, "tiles M K"], parts: int
-) -> tuple[Float16[Array, "tiles parts*M K"], Float32[Array, "tiles M"]]:
+) -> tuple[Float16[Array, "tiles rows K"], Float32[Array, "tiles M"]]:
     """Scales each token by a power of two into the range of fp16.
 
     Returns:
@@ -150,9 +149,12 @@ def to_half(
     scale = lax.bitcast_convert_type((268 - exponent) << 23, jnp.float32)
     undo = lax.bitcast_convert_type((exponent - 14) << 23, jnp.float32)
     scaled = x * scale[..., None]
-    half = scaled.astype(jnp.float16)
+    # reduce_precision, since XLA's GPU compiler takes float32 -> float16 -> float32 for
+    # no change at all (xla_allow_excess_precision), and the rest would be zero.
+    rounded = lax.reduce_precision(scaled, exponent_bits=5, mantissa_bits=10)
+    half = rounded.astype(jnp.float16)
     if parts == 2:
-        rest = (scaled - half.astype(jnp.float32)) * 2.0**_PART_BITS
+        rest = (scaled - rounded) * 2.0**_PART_BITS
         half = jnp.concatenate([half, rest.astype(jnp.float16)], axis=1)
     return half, undo
 
@@ -192,8 +194,11 @@ def fused_moe(
       ValueError: if a frame does not hold whole 64-row tiles.
       NotImplementedError: if groups of columns are not made of 64-column tiles.
     """
-    num_experts = frames.shape[0]
+    num_experts, _, parent_bits, frames_per_plane = frames.shape
     width, expert_width = x.shape[1], gate_up.num_rows // 2
+    for n, k, tables in ((expert_width, width, gate_up), (width, expert_width, down)):
+        _check_frames(n, frames_per_plane)
+        _tile_format(tables, parent_bits, k, interpret)
     parts = 2 if x.dtype == jnp.float32 else 1
     config = config or default_config(expert_ids.size, num_experts, parts)
     tokens = config.tokens_per_tile
@@ -215,8 +220,17 @@ def fused_moe(
     y = paged(jnp.swapaxes(h, 1, 2), down, (2,))
     rows = jnp.swapaxes(y, 1, 2).reshape(-1, width)[tiles.slots]
     # A tile past the real count holds whatever the memory held: choose, don't multiply.
-    rows = jnp.where(tiles.valid[..., None], rows, 0)
-    return jnp.sum(rows * expert_weights[..., None], axis=1).astype(x.dtype)
+    rows = jnp.where(tiles.valid[..., None], rows * expert_weights[..., None], 0)
+    return jnp.sum(rows, axis=1).astype(x.dtype)
+
+
+def _check_frames(num_rows: int, frames_per_plane: int) -> None:
+    if num_rows // TILE % frames_per_plane:
+        raise ValueError(
+            f"a linear of {num_rows} rows has {num_rows // TILE} tiles of {TILE} rows,"
+            f" which cannot be cut into frames_per_plane={frames_per_plane} equal"
+            " runs; choose a divisor"
+        )
 
 
 def _paged_linear(
@@ -237,12 +251,6 @@ def _paged_linear(
     num_experts, _, parent_bits, frames_per_plane = frames.shape
     num_rows = tables.num_rows // len(linears)  # of one linear
     tiles_per_linear = num_rows // TILE
-    if tiles_per_linear % frames_per_plane:
-        raise ValueError(
-            f"a linear [{num_rows}, {k}] has {tiles_per_linear} tiles of {TILE} rows,"
-            f" which cannot be cut into frames_per_plane={frames_per_plane} equal"
-            " runs; choose a divisor"
-        )
     tiles_per_frame = tiles_per_linear // frames_per_plane
     v = vector_width(k)
     chunks = k // (TILE * v)

@@ -36,7 +36,11 @@ TOKENS = 8
 ACCUMULATOR = plgpu.Layout.WGMMA
 """Layout of a product [64, M]; the sum of mma.sync and of wgmma lie alike."""
 
-Ref = Any  # a Pallas reference: its type has no public name
+Ref = Any
+"""A Pallas reference; its type has no public name."""
+
+Register = Any
+"""An MLIR value: a register of every thread, or a memref. Tests put arrays there."""
 
 
 def words_layout(v: int) -> Any:
@@ -78,7 +82,7 @@ def affine_product(
         codes = _codes(words, column, "split") - 2 ** (len(words) - 1)
         return _dot(codes.astype(jnp.float16), x_ref)
 
-    def product(x: ir.Value, planes: list[ir.Value]) -> list[ir.Value]:
+    def product(x: Register, planes: list[Register]) -> list[Register]:
         return _multiply(_integers(planes), x)
 
     return _inlined(product, [x_ref], words, column)
@@ -107,7 +111,7 @@ def codebook_product(
         index = _codes(words, column, "pair") + first
         return _dot(jnp.take_along_axis(lut_ref[...], index, axis=1), x_ref)
 
-    def product(x: ir.Value, lut: ir.Value, planes: list[ir.Value]) -> list[ir.Value]:
+    def product(x: Register, lut: Register, planes: list[Register]) -> list[Register]:
         return _multiply(_looked_up(planes, lut, first), x)
 
     return _inlined(product, [x_ref, lut_ref], words, column)
@@ -152,7 +156,7 @@ def _dot(weights: Float16[Array, "64 64"], x_ref: Ref) -> Float32[Array, "64 M"]
 
 
 def _inlined(
-    f: Callable[..., list[ir.Value]],
+    f: Callable[..., list[Register]],
     refs: Sequence[Ref],
     words: Sequence[UInt32[Array, "words"]],
     column: int,
@@ -166,9 +170,11 @@ def _inlined(
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),) * len(refs) + (layout,) * len(words),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=ACCUMULATOR),
+        return_type=plgpu.ShapeDtypeStruct(
+            shape, jnp.dtype(jnp.float32), layout=ACCUMULATOR
+        ),
     )
-    def inlined(_: Any, *args: Any) -> mgpu.FragmentedArray:
+    def inlined(_: Any, *args: Any) -> Any:
         planes = [
             vector.extract(w.registers.flat[0], [], [column]) for w in args[len(refs) :]
         ]
@@ -192,24 +198,24 @@ def _i64() -> ir.Type:
     return ir.IntegerType.get_signless(64)
 
 
-def _constant(value: int) -> ir.Value:
+def _constant(value: int) -> Register:
     signed = (value & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
     return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), signed))
 
 
-def _and(x: ir.Value, mask: int) -> ir.Value:
+def _and(x: Register, mask: int) -> Register:
     return arith.andi(x, _constant(mask))
 
 
-def _right(x: ir.Value, places: int) -> ir.Value:
+def _right(x: Register, places: int) -> Register:
     return arith.shrui(x, _constant(places)) if places else x
 
 
-def _left(x: ir.Value, places: int) -> ir.Value:
+def _left(x: Register, places: int) -> Register:
     return arith.shli(x, _constant(places)) if places else x
 
 
-def _select(mask: int, x: ir.Value, y: ir.Value) -> ir.Value:
+def _select(mask: int, x: Register, y: Register) -> Register:
     """Bits of x where the mask is set, of y elsewhere; one instruction."""
     return utils.inline_ptx(
         "lop3.b32 $0, $1, $2, $3, 0xCA;", _constant(mask), x, y, result_types=_i32()
@@ -217,8 +223,8 @@ def _select(mask: int, x: ir.Value, y: ir.Value) -> ir.Value:
 
 
 def _low(
-    x: ir.Value | None, y: ir.Value | None, mask: int, places: int
-) -> ir.Value | None:
+    x: Register | None, y: Register | None, mask: int, places: int
+) -> Register | None:
     """``(x & mask) | ((y & mask) << places)``; None is zero."""
     if y is None:
         return None if x is None else _and(x, mask)
@@ -228,8 +234,8 @@ def _low(
 
 
 def _high(
-    x: ir.Value | None, y: ir.Value | None, mask: int, places: int
-) -> ir.Value | None:
+    x: Register | None, y: Register | None, mask: int, places: int
+) -> Register | None:
     """``((x >> places) & mask) | (y & (mask << places))``; None is zero."""
     if y is None:
         return None if x is None else _and(_right(x, places), mask)
@@ -238,7 +244,7 @@ def _high(
     return _select(mask, _right(x, places), y)
 
 
-def _nibbles(planes: Sequence[ir.Value | None]) -> list[ir.Value | None]:
+def _nibbles(planes: Sequence[Register | None]) -> list[Register | None]:
     """Transposes 4 planes, least significant first.
 
     Nibble ``n`` of result ``m`` is the code of the weight at bit ``4 n + m``.
@@ -254,7 +260,7 @@ def _nibbles(planes: Sequence[ir.Value | None]) -> list[ir.Value | None]:
     ]
 
 
-def _bytes(planes: Sequence[ir.Value | None]) -> list[list[ir.Value]]:
+def _bytes(planes: Sequence[Register | None]) -> list[list[Register]]:
     """Transposes 8 planes, least significant first.
 
     Byte ``n`` of result ``[odd][m]`` is the code of the weight at bit
@@ -268,18 +274,18 @@ def _bytes(planes: Sequence[ir.Value | None]) -> list[list[ir.Value]]:
     return results
 
 
-def _present(x: ir.Value | None) -> ir.Value:
+def _present(x: Register | None) -> Register:
     assert x is not None  # the least significant plane is never absent
     return x
 
 
-def _by_significance(planes: Sequence[ir.Value]) -> list[ir.Value | None]:
+def _by_significance(planes: Sequence[Register]) -> list[Register | None]:
     """Least significant first, absent planes as None, 4 or 8 in all."""
     size = 4 if len(planes) <= 4 else 8
     return [*reversed(planes), *[None] * (size - len(planes))]
 
 
-def _integers(planes: Sequence[ir.Value]) -> list[ir.Value]:
+def _integers(planes: Sequence[Register]) -> list[Register]:
     """Returns the 16 A registers of ``code - 2**(bits-1)``; bits in order "split".
 
     With 0x6400 (1024.0 in fp16, whose last place is 1) the code becomes a float
@@ -288,7 +294,7 @@ def _integers(planes: Sequence[ir.Value]) -> list[ir.Value]:
     bits = len(planes)
     middle = 2 ** (bits - 1)
     significance = _by_significance(planes)
-    registers: list[ir.Value] = [None] * 16  # pyright: ignore[reportAssignmentType]
+    registers: list[Register] = [None] * 16  # pyright: ignore[reportAssignmentType]
     if bits <= 4:
         for m, nibbles in enumerate(_nibbles(significance)):
             for n in range(4):
@@ -317,17 +323,17 @@ def _integers(planes: Sequence[ir.Value]) -> list[ir.Value]:
     return registers
 
 
-def _half2(value: float) -> ir.Value:
+def _half2(value: float | int) -> Register:
     return _constant(int(np.float16(value).view(np.uint16)) * 0x10001)
 
 
-def _add(x: ir.Value, value: float) -> ir.Value:
+def _add(x: Register, value: float | int) -> Register:
     return utils.inline_ptx(
         "add.rn.f16x2 $0, $1, $2;", x, _half2(value), result_types=_i32()
     )
 
 
-def _multiply_add(x: ir.Value, factor: float, value: float) -> ir.Value:
+def _multiply_add(x: Register, factor: float, value: float | int) -> Register:
     return utils.inline_ptx(
         "fma.rn.f16x2 $0, $1, $2, $3;",
         *(x, _half2(factor), _half2(value)),
@@ -335,7 +341,7 @@ def _multiply_add(x: ir.Value, factor: float, value: float) -> ir.Value:
     )
 
 
-def _looked_up(planes: Sequence[ir.Value], lut: ir.Value, first: int) -> list[ir.Value]:
+def _looked_up(planes: Sequence[Register], lut: Register, first: int) -> list[Register]:
     """Returns the 16 A registers of ``lut[row, first + code]``; order "pair"."""
     entries = ir.MemRefType(lut.type).shape[1]
     thread = _thread()
@@ -372,16 +378,16 @@ def _looked_up(planes: Sequence[ir.Value], lut: ir.Value, first: int) -> list[ir
     return registers
 
 
-def _thread() -> ir.Value:
+def _thread() -> Register:
     return arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x))
 
 
-def _address(ref: ir.Value, offset_bytes: ir.Value) -> ir.Value:
+def _address(ref: Register, offset_bytes: Register) -> Register:
     base = llvm.ptrtoint(_i64(), utils.memref_ptr(ref))
     return arith.addi(base, arith.extui(_i64(), offset_bytes))
 
 
-def _multiply(weights: Sequence[ir.Value], x: ir.Value) -> list[ir.Value]:
+def _multiply(weights: Sequence[Register], x: Register) -> list[Register]:
     """Multiplies 16 A registers with all token groups of the fragments ``x``."""
     f32 = ir.F32Type.get()
     zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
@@ -389,7 +395,7 @@ def _multiply(weights: Sequence[ir.Value], x: ir.Value) -> list[ir.Value]:
     address = _address(x, _left(_and(_thread(), 31), 4))
     results = []
     for group in range(ir.MemRefType(x.type).shape[0] // (TILE * TOKENS)):
-        sums: Sequence[ir.Value] = [zero] * 4
+        sums: Sequence[Register] = [zero] * 4
         for half in range(2):
             offset = 512 * (2 * group + half)
             fragments = utils.inline_ptx(

@@ -51,6 +51,11 @@ def dequantize(
     return tables.weights(codes.reshape(-1, k), bits, parent_bits)
 
 
+def _matmul(x: Array, y: Array) -> Array:
+    """Multiplies in float32; the default of a GPU would be TF32, of 11 bits."""
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
+
+
 def _tile_rows(num_tokens: int) -> int:
     """Tokens of one expert that are multiplied together; a power of two."""
     return min(64, max(8, 1 << (num_tokens - 1).bit_length()))
@@ -102,9 +107,12 @@ def fused_moe(
             pair = order[jnp.minimum(starts[e] + local, order.size - 1)]
             valid = local < counts[e]
             token = jnp.where(valid, pair // top_k, num_tokens)
-            hidden = tokens[token] @ w_up.T
+            hidden = _matmul(tokens[token], w_up.T)
             hidden = act(hidden[:, :expert_width]) * hidden[:, expert_width:]
-            y = (hidden @ w_down.T) * jnp.where(valid, pair_weights[pair], 0)[:, None]
+            y = (
+                _matmul(hidden, w_down.T)
+                * jnp.where(valid, pair_weights[pair], 0)[:, None]
+            )
             return out.at[token].add(y)
 
         num_tiles = (counts[e] + rows - 1) // rows

@@ -32,7 +32,7 @@ def _fold(
     request's NaN, must not leak through a weight of zero.
     """
     out, top, total = state
-    v = jnp.where(visible.any(axis=1)[..., None, None], v, jnp.zeros_like(v))
+    v = jnp.where(visible.any(axis=1)[..., None, None], v, 0)
     scores = jnp.einsum("RQKGH,RSKH->RKGQS", q, k.astype(jnp.float32))
     scores = jnp.where(visible[:, None, None], scores, _MASKED)
     new_top = jnp.maximum(top, scores.max(-1))
@@ -67,13 +67,10 @@ def _gather_chunk(
     """Reads the rows of the given positions of every sequence out of the pool."""
     last_block = rows.block_frames.shape[1] - 1
     block = jnp.minimum(positions // layout.block_size, last_block)
-    frame, word = row_address(
-        rows.block_frames[:, block],
-        (positions % layout.block_size)[None],
-        layer,
-        layout,
-    )
-    starts = jnp.stack([frame, jnp.broadcast_to(word, frame.shape)], axis=-1)
+    frames = rows.block_frames[:, block]
+    token = jnp.broadcast_to(positions % layout.block_size, frames.shape[:2])
+    frame, word = row_address(frames, token, layer, layout)
+    starts = jnp.stack([frame, word], axis=-1)
     dims = lax.GatherDimensionNumbers(
         offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
     )

@@ -88,7 +88,7 @@ def test_steps_up_load_seeds_then_floors_then_by_damage():
 
 @pytest.mark.parametrize("direction", ["down", "up"])
 def test_the_order_of_steps_is_by_floats_even_when_they_are_tiny(direction: str):
-    values = np.float32([1e-30, 3e-38, 1e-45, 2e-8, 7.0, 1e3])
+    values = np.float32([1e-30, -0.0, 3e-38, 1e-45, 2e-8, 1e3])
     damage = np.stack([np.repeat(values, 2), np.zeros(12)])
     ladders = ladders_of(damage, floor=2)
     ladders = Ladders(**{**vars(ladders), "price": np.ones(12, int)})

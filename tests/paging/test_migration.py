@@ -312,6 +312,21 @@ def test_a_transfer_that_fails_too_often_is_given_up_and_old_bits_stay(world: Wo
     assert record.outcome == "failed" and record.mean_bits < 3
 
 
+@pytest.mark.parametrize("between", ["arrives", "is cancelled"])
+def test_failures_of_a_plane_are_forgotten_once_it(world: World, between: str):
+    bits = np.zeros((LAYERS, EXPERTS, 2), np.int32)
+    bits[0, 0, 1] = 1
+    for _ in range(2):
+        world.migrator.adopt(world.exactly(bits), step=0)
+        for _ in range(2):
+            world.put_error.append(RuntimeError("device"))
+            world.migrator.start()
+        assert (world.migrator.table.desired == bits).all(), "given up too early"
+        if between == "arrives":
+            world.run()
+        world.migrator.adopt(world.exactly(0), step=1)
+
+
 def test_a_failure_takes_the_planes_that_follow_with_it():
     # One page after the other: plane 1 of a page travels behind its plane 0.
     world = make_world(staging_frames=4)
@@ -324,6 +339,22 @@ def test_a_failure_takes_the_planes_that_follow_with_it():
     assert world.migrator.poll() is None
     assert world.allocator.num_used("plane") == 0
     world.migrator.check_integrity()
+    world.run()
+    np.testing.assert_array_equal(world.migrator.table.bits, bits)
+    check_pool(world)
+
+
+def test_planes_that_fail_before_a_plan_is_adopted_still_come_first(world: World):
+    bits = np.zeros((LAYERS, EXPERTS, 2), np.int32)
+    bits[0, 0, 1] = 2
+    world.migrator.adopt(world.exactly(bits), step=0)
+    world.migrator.start()
+    bits[0, 0, 1] = 4
+    plan = world.exactly(bits)
+    assert plan.loads[:, 3].tolist() == [2, 3], "planes 0 and 1 are on their way"
+    world.transfers[0].ready, world.transfers[0].error = True, RuntimeError("device")
+    world.migrator.poll()
+    world.migrator.adopt(plan, step=1)
     world.run()
     np.testing.assert_array_equal(world.migrator.table.bits, bits)
     check_pool(world)
@@ -414,8 +445,11 @@ class Migration(RuleBasedStateMachine):
     def lower(self, planes: int) -> None:
         demand = planes * FRAMES_PER_PLANE * FRAME_BYTES
         plan = self.world.plan(planner.plan_lower, demand_bytes=demand)
+        queued = self.world.migrator.num_queued_frames
         self.adopt(plan)
-        assert not plan.feasible or plan.freed_bytes >= demand
+        cancelled = queued - self.world.migrator.num_queued_frames
+        assert plan.cancelled_bytes == cancelled * FRAME_BYTES
+        assert plan.feasible == (plan.freed_bytes + plan.cancelled_bytes >= demand)
 
     @rule(planes=st.integers(0, 30))
     def raise_(self, planes: int) -> None:

@@ -220,6 +220,33 @@ def test_lowering_many_pages_is_near_the_optimum(
     assert plan.predicted_damage <= (1 + gap) * exact
 
 
+@pytest.mark.parametrize(
+    ("second", "bits"),
+    [
+        # gate_up and down of two experts, worth 2.0 and `second`, 9.0 and 0.1.
+        (1.5, [[3, 2], [3, 2]]),  # the other down plane goes in place of gate_up
+        (1.95, [[2, 3], [3, 3]]),  # the down plane of 0.1 stays after all
+    ],
+)
+def test_half_a_gate_up_plane_too_many_is_mended(second: float, bits: list):
+    loss = np.full((1, 2, 2, 4), np.inf, np.float32)
+    loss[..., 2] = [[[2.0, second], [9.0, 0.1]]]
+    loss[..., 3] = 0
+    even = np.full((1, 2), 0.5, np.float32)
+    full, _ = table_with_bits(np.full((1, 2, 2), 3), 3)
+    sensitivity = Sensitivity(
+        loss=loss,
+        residual_weights=np.zeros((1, 2, 3), np.float32),
+        residual_bias=np.ones((1, 2), np.float32),
+        expert_share=even,
+    )
+    limits = PlannerLimits(floors=(2, 2, 2), multipliers=(1.0, 1.0, 1.0))
+    case = Case(full, sensitivity, statistics.initial(sensitivity), limits)
+    plan = case.lower(2)
+    assert plan.bits[0].tolist() == bits
+    assert plan.freed_bytes == 2 * case.plane_bytes
+
+
 # Laws of lowering.
 
 
@@ -411,10 +438,14 @@ def test_loads_in_flight_are_given_up_before_committed_planes_and_count_as_freed
     wanted = np.minimum(floor + 2, 6)
     case = replace(case, table=table.with_desired(tabled, wanted))
     held = np.minimum(floor + 1, 6)
-    plan = case.lower(1, held=held)
-    assert plan.feasible
-    # Loads without frames are all given up, and one that has frames.
-    assert (plan.bits <= held).all()
+    queued = int(((wanted - held) * PRICE).sum())
+    for need in (1, queued):
+        plan = case.lower(need, held=held)
+        # Loads without frames are all given up, and that is enough.
+        np.testing.assert_array_equal(plan.bits, held)
+        assert plan.feasible and plan.freed_bytes == 0
+        assert plan.cancelled_bytes == queued * FRAME_BYTES
+    plan = case.lower(queued + 1, held=held)
     freed = ((held - plan.bits) * PRICE).sum()
     assert freed >= 1 and plan.freed_bytes == freed * FRAME_BYTES
     most = case.lower(10**4, held=held)
@@ -426,9 +457,10 @@ def test_loads_towards_a_floor_survive_a_lowering():
     case = make_case(5)
     seeds, _ = table_with_bits(np.full((2, 4, 2), 3), 6, 1)
     case = replace(case, table=table.with_desired(seeds, np.full_like(case.floor, 6)))
-    plan = case.lower(1)
+    plan = case.lower(10**4)
     np.testing.assert_array_equal(plan.bits, case.floor)
     assert not plan.feasible and plan.freed_bytes == 0
+    assert plan.cancelled_bytes == ((6 - case.floor) * PRICE).sum() * FRAME_BYTES
 
 
 def test_plan_exactly_gives_the_bits_asked_for():
@@ -649,6 +681,14 @@ def test_missing_blocks_do_not_wait_for_the_dwell():
     assert WATERMARKS.decide(30, 3, step=9, last_change_step=0) is None
     assert WATERMARKS.decide(30, 3, step=10, last_change_step=0) == "raise"
     assert WATERMARKS.decide(12, 0, step=99, last_change_step=None) is None
+
+
+@pytest.mark.parametrize("spare", range(-2, 16))
+def test_there_is_demand_or_slack_exactly_when_a_change_is_due(spare: int):
+    change = WATERMARKS.decide(max(spare, 0), max(-spare, 0), 0, None)
+    blocks = spare, 0, 1
+    assert (change == "lower") == (WATERMARKS.demand_bytes(*blocks) > 0)
+    assert (change == "raise") == (WATERMARKS.slack_bytes(*blocks) > 0)
 
 
 def test_a_raise_leaves_the_high_watermark_and_a_lowering_passes_the_low_one():

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxlib.mlir import ir
+from warpgroup import Warpgroup, accumulator
+
 from pallas_kernels import bitplane
 from pallas_kernels.fused_moe import mosaic_tile
-
-from .warpgroup import THREADS, Warpgroup, accumulator
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +55,3 @@ def test_device_code_looks_codebooks_up(bits, monkeypatch):
 
     weights = np.take_along_axis(lut, codes + first, axis=1).astype(np.float64)
     np.testing.assert_array_equal(product, weights @ x.astype(np.float64).T)
-
-
-def test_sums_of_threads_are_in_the_order_of_the_accumulator_layout():
-    """Element i of a thread's registers is where `accumulator` says it is."""
-    layout = mosaic_tile.ACCUMULATOR.to_mgpu()
-    shape = (64, 24)
-    assert np.prod(layout.registers_shape(shape)) * layout.vector_length == (
-        np.prod(shape) / THREADS
-    )

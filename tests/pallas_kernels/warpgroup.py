@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from jaxlib.mlir import ir
+
 from pallas_kernels.fused_moe import mosaic_tile
 
 THREADS = 128
@@ -50,8 +51,8 @@ class Warpgroup:
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Puts this warpgroup in the place of the modules that emit code."""
         thread = np.arange(THREADS, dtype=np.uint32)
-        modules = dict(
-            arith=SimpleNamespace(
+        modules = {
+            "arith": SimpleNamespace(
                 constant=_constant,
                 andi=lambda x, y: x & y,
                 addi=lambda x, y: x + y,
@@ -61,15 +62,15 @@ class Warpgroup:
                 extui=lambda _, x: x.astype(np.uint64),
                 index_cast=lambda _, x: x,
             ),
-            gpu=SimpleNamespace(
+            "gpu": SimpleNamespace(
                 thread_id=lambda _: thread, Dimension=SimpleNamespace(x=None)
             ),
-            llvm=SimpleNamespace(
+            "llvm": SimpleNamespace(
                 ptrtoint=lambda _, ref: np.full(THREADS, ref.base, np.uint64)
             ),
-            vector=SimpleNamespace(from_elements=lambda _, values: np.stack(values)),
-            utils=SimpleNamespace(memref_ptr=lambda ref: ref, inline_ptx=self.ptx),
-        )
+            "vector": SimpleNamespace(from_elements=lambda _, parts: np.stack(parts)),
+            "utils": SimpleNamespace(memref_ptr=lambda ref: ref, inline_ptx=self.ptx),
+        }
         for name, module in modules.items():
             monkeypatch.setattr(mosaic_tile, name, module)
 
@@ -153,7 +154,9 @@ def _halves(*args: np.ndarray, f: Any) -> list[np.ndarray]:
 
 
 def _packed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    low, high = (h.astype(np.float16).view(np.uint16).astype(np.uint32) for h in (low, high))
+    low, high = (
+        h.astype(np.float16).view(np.uint16).astype(np.uint32) for h in (low, high)
+    )
     return low | high << 16
 
 

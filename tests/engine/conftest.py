@@ -1,0 +1,45 @@
+"""Engines that the tests of this folder share; each is compiled once a process."""
+
+import pytest
+import tiny
+
+from pagedweight_jax.serving.build import Built, build_engine
+
+PINNED_BITS = 5
+TIGHT_BLOCK = 4
+
+
+@pytest.fixture(scope="session")
+def oracle() -> tiny.Oracle:
+    """What an engine at PINNED_BITS must compute."""
+    return tiny.Oracle(PINNED_BITS)
+
+
+@pytest.fixture(scope="session")
+def _roomy() -> Built:
+    return build_engine(tiny.paged_model(), tiny.options(pin_bits=PINNED_BITS))
+
+
+@pytest.fixture(scope="session")
+def _tight() -> Built:
+    model = tiny.paged_model()
+    chosen = tiny.options(pin_bits=PINNED_BITS, block_size=TIGHT_BLOCK)
+    budget = tiny.smallest_budget(model, chosen)
+    chosen = tiny.options(
+        pin_bits=PINNED_BITS, block_size=TIGHT_BLOCK, memory_budget=budget
+    )
+    return build_engine(model, chosen)
+
+
+@pytest.fixture
+def roomy(_roomy) -> Built:
+    """At fixed bits, with memory for four sequences of the greatest length."""
+    yield _roomy
+    tiny.assert_idle(_roomy)
+
+
+@pytest.fixture
+def tight(_tight) -> Built:
+    """At the same bits, with memory for one sequence: 16 blocks of 4 tokens."""
+    yield _tight
+    tiny.assert_idle(_tight)
