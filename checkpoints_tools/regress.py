@@ -29,6 +29,7 @@ from checkpoints_tools.calibrate import (
     Experts,
     sequence_gradients,
 )
+from pagedweight_jax.formats.common import host_array, on_host
 
 _RIDGES = np.logspace(-1, 4, 11)
 """Penalties to choose from; standard deviations of the features are 1."""
@@ -65,6 +66,7 @@ def sequence_damage(
       advance: is told the tokens of each sequence when it is done.
     """
     num_targets = sequences.shape[1] - 1
+    squared_errors = jax.tree.map(host_array, squared_errors)
     damage = []
     for gradient in sequence_gradients(model, sequences):
         blocks = _weighted_squares(gradient, squared_errors)
@@ -73,6 +75,7 @@ def sequence_damage(
     return np.stack(damage).astype(np.float32)
 
 
+@on_host
 @jax.jit
 def _weighted_squares(
     gradient: Experts, squared_errors: Experts

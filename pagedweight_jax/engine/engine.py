@@ -385,9 +385,7 @@ class Engine:
             following = _following(chunk)
             targets[at : at + len(following)] = following
         logprobs = jax.device_get(
-            self._programs.prompt_logprobs[shape](
-                self._params, output.hidden, targets
-            )
+            self._programs.prompt_logprobs[shape](self._params, output.hidden, targets)
         )
         for row, chunk in chunks:
             self._append_prompt_logprobs(

@@ -4,6 +4,7 @@ All are compiled ahead of time for a fixed list of shapes, and only these execut
 are ever called: a change of batch or precision cannot trace or compile anything.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -162,11 +163,13 @@ def compile_programs(
     def forward(
         params: Params, pool: Array, pages: Pages | None, batch: Batch
     ) -> StepOutput:
-        return _forward(nnx.merge(graphdef, params), pool, pages, batch, kv)
+        with _matmul_precision(kv):
+            return _forward(nnx.merge(graphdef, params), pool, pages, batch, kv)
 
     def prompt_logprobs(params: Params, hidden: Array, targets: Array) -> TokenLogprobs:
         prefill = hidden[hidden.shape[0] - targets.shape[0] :]
-        return _prompt_logprobs(nnx.merge(graphdef, params), prefill, targets)
+        with _matmul_precision(kv):
+            return _prompt_logprobs(nnx.merge(graphdef, params), prefill, targets)
 
     forwards, commits, prompts = {}, {}, {}
     for shape in shapes:
@@ -212,6 +215,12 @@ def _compile_commit_kv(
         return paged_pool.commit_kv(pool, fresh_kv, rows, kv, queries)
 
     return jax.jit(commit, donate_argnums=0).lower(pool, fresh_kv, rows).compile()
+
+
+def _matmul_precision(kv: KvLayout) -> AbstractContextManager[None]:
+    """Keeps float32 what it says: a GPU would multiply it as TF32 otherwise."""
+    exact = kv.dtype == "float32"
+    return jax.default_matmul_precision("highest" if exact else "default")
 
 
 def _abstract(tree: Any) -> Any:

@@ -46,7 +46,13 @@ class Router(nnx.Module):
         Tokens that are not valid get the expert number E: no expert.
         """
         weight = self.weight[...].astype(jnp.float32)
-        logits = jnp.einsum("TD,ED->TE", x.astype(jnp.float32), weight)
+        # A GPU would otherwise multiply float32 with the 10 bits of TF32.
+        logits = jnp.einsum(
+            "TD,ED->TE",
+            x.astype(jnp.float32),
+            weight,
+            precision=lax.Precision.HIGHEST,
+        )
         shares, ids = lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts_per_token)
         if self.normalize:
             shares = shares / jnp.sum(shares, axis=-1, keepdims=True)

@@ -70,9 +70,7 @@ def build_engine(
     blocks = BlockManager(allocator, kv)
     migrator = _migrator(model, allocator, put)
     control, statistics = _control(model, options, blocks, limits)
-    if migrator is not None:
-        plan = _first_plan(model, options, limits, migrator, memory.pool.frame_bytes)
-        migrator.adopt(plan, step=0)
+    plan = _first_plan(model, options, limits, migrator, memory.pool.frame_bytes)
     max_blocks = -(-max_model_len // kv.block_size)
     programs = compile_programs(
         model.graphdef,
@@ -98,6 +96,8 @@ def build_engine(
         statistics=statistics,
         tokenizer=model.tokenizer,
     )
+    if migrator is not None and plan is not None:
+        migrator.adopt(plan, step=0)
     engine.settle()
     return Built(
         engine=engine,
@@ -188,15 +188,16 @@ def _first_plan(
     model: LoadedModel,
     options: ServeOptions,
     limits: PlannerLimits,
-    migrator: Migrator,
+    migrator: Migrator | None,
     frame_bytes: int,
-) -> planner.Plan:
+) -> planner.Plan | None:
     """Makes the plan to start with: the only one of an engine of fixed precision.
 
     Otherwise all pages come up to their floors, for which the budget has room whatever
     the watermarks say; the engine raises them from there.
     """
-    assert model.sensitivity is not None
+    if migrator is None or model.sensitivity is None:
+        return None
     statistics = initial(model.sensitivity)
     inputs = (migrator.table, model.sensitivity, statistics, limits)
     if options.pin_bits is not None:
