@@ -136,7 +136,7 @@ def workspace_bytes(
     hidden_size: int,
     inner_size: int,
     vocab_size: int,
-    expert_bytes: int,
+    weight_bytes: int,
 ) -> int:
     """Bounds the bytes that one step needs beside parameters and pool.
 
@@ -151,7 +151,7 @@ def workspace_bytes(
       hidden_size: width of the token stream.
       inner_size: widest activation between two linears.
       vocab_size: width of the logits.
-      expert_bytes: what the experts of a layer need beside their inputs and outputs.
+      weight_bytes: weights that a step holds a second time, or in another form.
     """
     chunk = 128
     stream = 4 * shape.num_tokens * (4 * hidden_size + 2 * inner_size)
@@ -159,4 +159,4 @@ def workspace_bytes(
     keys = max(r * (chunk + q) for r, q in shape.groups) * kv.row_words
     keys *= 4 * (1 + kv.values_per_word)
     fresh = 2 * 4 * kv.num_layers * shape.num_tokens * kv.row_words
-    return stream + logits + keys + fresh + expert_bytes
+    return stream + logits + keys + fresh + weight_bytes

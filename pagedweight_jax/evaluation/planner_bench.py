@@ -6,17 +6,14 @@ of a quantised weight does) and shares with a long tail.
 """
 
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pagedweight_jax.evaluation.provenance import provenance
 from pagedweight_jax.paging import planner, statistics, table
 from pagedweight_jax.paging.statistics import RoutingStatistics
 from pagedweight_jax.paging.table import PageTable
@@ -72,7 +69,7 @@ def run(
         "repeats": repeats,
         "bound_ms": BOUND_MS,
         **{name: _summary(ms) for name, ms in times.items()},
-        **_provenance(),
+        "measured_with": provenance(),
     }
     _print(result)
     return result
@@ -173,35 +170,10 @@ def _one_core() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _provenance() -> dict[str, Any]:
-    return {
-        "device": _processor(),
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        "commit": _commit(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return answer.stdout.strip()
-
-
 def _print(result: dict[str, Any]) -> None:
-    print(f"{result['pages']} pages, one core of {result['device']}")
+    print(
+        f"{result['pages']} pages, one core of {result['measured_with']['processor']}"
+    )
     for name in ("plan_lower_ms", "plan_raise_ms"):
         times = result[name]
         print(

@@ -13,6 +13,7 @@ from pagedweight_jax.engine.memory import (
     workspace_bytes,
 )
 from pagedweight_jax.engine.step import StepShape
+from pagedweight_jax.models.qwen2_moe import layer_runs
 from pagedweight_jax.paging import planner
 from pagedweight_jax.paging.migration import MAX_IN_FLIGHT
 from pagedweight_jax.paging.planner import PlannerLimits
@@ -71,24 +72,32 @@ def workspace(model: LoadedModel, kv: KvLayout, shapes: tuple[StepShape, ...]) -
                 0 if all(config.moe_layers) else config.dense_width,
             ),
             vocab_size=config.vocab_size,
-            expert_bytes=_expert_bytes(model),
+            weight_bytes=_weight_bytes(model, shape),
         )
         for shape in shapes
     )
 
 
-def _expert_bytes(model: LoadedModel) -> int:
-    """Bytes that the experts of one layer need while they are computed.
+def _weight_bytes(model: LoadedModel, shape: StepShape) -> int:
+    """Bytes of weights that a step holds a second time, or in another form.
 
-    Paged experts are dequantised one at a time (codes, weights and their operands);
-    of dense ones, the scan over layers copies a layer's matrices.
+    The scan over layers copies what it slices out of the stacked parameters. Paged
+    experts are dequantised one at a time (codes, weights and their operands). For a
+    single row XLA's CPU backend widens the whole head to float32.
     """
     config = model.config
-    one = 3 * config.hidden_size * config.expert_width
-    if model.pages is not None:
-        return 4 * 4 * one
-    itemsize = jax.tree.leaves(model.params)[0].dtype.itemsize
-    return config.num_experts * one * itemsize
+    layers = [
+        sum(leaf.nbytes for leaf in jax.tree.leaves(model.params["runs"][run]))
+        // length
+        for run, (_, length) in enumerate(layer_runs(config))
+    ]
+    expert = 4 * 4 * 3 * config.hidden_size * config.expert_width
+    head = 4 * config.vocab_size * config.hidden_size
+    return max(
+        *layers,
+        expert if model.pages is not None else 0,
+        head if shape.num_rows == 1 and jax.default_backend() == "cpu" else 0,
+    )
 
 
 def needs_of(

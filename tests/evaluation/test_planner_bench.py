@@ -10,7 +10,8 @@ def test_the_result_is_json_with_times_device_and_versions(capsys):
     assert json.loads(json.dumps(result)) == result
     for name in ("plan_lower_ms", "plan_raise_ms"):
         assert 0 < result[name]["median"] <= result[name]["p99"]
-    assert {"device", "versions", "commit", "command"} <= set(result)
+    assert {"device", "processor", "versions", "commit"} <= set(result["measured_with"])
+    assert result["command"].startswith("pagedweight bench planner")
     assert "512 pages" in capsys.readouterr().out
 
 
