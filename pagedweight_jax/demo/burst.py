@@ -29,7 +29,8 @@ PROMPTS = (
     "My dear sister,",
 )
 
-MAX_TOKENS = 112
+SHORTEST_TOKENS, LONGER_BY = 64, 9
+"""Each answer is a little longer than the one before, so the burst swells and ebbs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +73,15 @@ def run_burst(
 ) -> Trace:
     """Sends all prompts at once and steps until every one is finished and settled."""
     trace = Trace(label=label)
-    params = SamplingParams(
-        temperature=0.8, top_p=0.95, max_tokens=MAX_TOKENS, ignore_eos=True
-    )
+    params = [
+        SamplingParams(
+            temperature=0.8,
+            top_p=0.95,
+            max_tokens=SHORTEST_TOKENS + LONGER_BY * i,
+            ignore_eos=True,
+        )
+        for i in range(len(prompts))
+    ]
     start = time.monotonic()
     groups = llm.submit(list(prompts), params)
     requests = [request for group in groups for request in group]

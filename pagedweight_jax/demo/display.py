@@ -25,7 +25,7 @@ def sparkline(values: Sequence[float], low: float, high: float, width: int) -> s
     )
 
 
-def panel(trace: Trace, events: Sequence[PlanRecord], width: int = 60) -> Panel:
+def panel(trace: Trace, events: Sequence[PlanRecord], width: int = 36) -> Panel:
     """Shows the newest step."""
     frame = trace.frames[-1]
     report, memory = frame.report, frame.memory
@@ -67,7 +67,7 @@ def describe(event: PlanRecord) -> str:
     """Writes one plan as one line."""
     direction = "freed" if event.freed_bytes >= 0 else "takes"
     took = event.seconds_to_commit
-    when = "" if took is None else f", committed after {1000 * took:.0f} ms"
+    when = "" if took is None else f" after {1000 * took:.0f} ms"
     return (
         f"plan {event.plan_id} at step {event.step}: {event.reason},"
         f" {event.pages_down} pages down, {event.pages_up} up, {direction}"

@@ -11,7 +11,7 @@ from pagedweight_jax.demo.display import comparison, describe, panel, save_pictu
 from pagedweight_jax.evaluation.provenance import provenance
 from pagedweight_jax.serving.llm import LLM, serve
 
-BUDGET = "79MiB"
+BUDGET = "75MiB"
 """Room for all experts at 6 bits and most of the burst's keys and values, not all."""
 
 MAX_MODEL_LEN = 256

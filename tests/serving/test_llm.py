@@ -243,7 +243,7 @@ def test_pinning_is_one_event(llm):
 
 
 def test_memory_adds_up_at_every_step(llm):
-    (group,) = llm.submit(ids(PROMPT), greedy(30))
+    (group,) = llm.submit(ids(PROMPT), greedy(32))
     used = []
     while not group[0].finished:
         llm.step()
@@ -253,7 +253,7 @@ def test_memory_adds_up_at_every_step(llm):
         assert sum(parts.values()) == budget == 8 * 2**20
         assert min(parts.values()) >= 0
         used.append(report.kv)
-    # 20 tokens are two blocks of 16, 50 are four; the last step has freed them.
+    # 20 tokens are two blocks of 16, 51 are four; the last step has freed them.
     block = llm.config.kv_block_bytes
     assert sorted(set(used)) == [0, 2 * block, 3 * block, 4 * block]
     assert report.planes == 2 * 8 * 3 * BITS * 2048
@@ -284,7 +284,10 @@ def test_a_hugging_face_folder_is_served_as_it_is(dense):
     outputs = dense.generate([ids(p) for p in prompts], greedy(1, prompt_logprobs=0))
     exact = scipy.special.log_softmax(reference["logits"].astype(np.float64), axis=-1)
     for prompt, output, wanted in zip(prompts, outputs, exact, strict=True):
-        got = [p[t].logprob for p, t in zip(output.prompt_logprobs[1:], prompt[1:])]
+        got = [
+            p[t].logprob
+            for p, t in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        ]
         np.testing.assert_allclose(got, wanted[range(47), prompt[1:]], atol=1e-5)
         assert output.outputs[0].token_ids == [int(wanted[-1].argmax())]
         assert output.precision.mean_bits == 16
@@ -297,7 +300,9 @@ def test_a_hugging_face_folder_is_served_as_it_is(dense):
 def test_what_needs_pages_or_a_tokenizer_says_so(dense):
     with pytest.raises(ValueError, match="no precision map"):
         dense.precision_map()
-    with pytest.raises(ValueError, match="has no tokenizer.json; pass prompt_token_ids"):
+    with pytest.raises(
+        ValueError, match=r"has no tokenizer\.json; pass prompt_token_ids"
+    ):
         dense.generate("text")
     with pytest.raises(ValueError, match=r"stop='x' needs a tokenizer.*stop_token_ids"):
         dense.generate(ids([5]), SamplingParams(stop="x"))
