@@ -169,15 +169,15 @@ def _define_evaluate(values: Values) -> None:
 
 
 def _evaluate(values: Values, _: str) -> None:
-    from pagedweight_jax.evaluation.perplexity import evaluate
+    from pagedweight_jax.evaluation.perplexity import evaluate, read_texts
     from pagedweight_jax.serving.llm import serve
 
+    files = values.data.split(",")
+    list(read_texts(files))  # a mistake in them should not cost the loading of a model
     options = _serving_options(values)
     options["max_model_len"] = values.max_model_len or values.window_tokens + 1
     with serve(values.model, **options) as llm:
-        result = evaluate(
-            llm, values.data.split(","), window_tokens=values.window_tokens
-        )
+        result = evaluate(llm, files, window_tokens=values.window_tokens)
     for name, part in {**result["domains"], "all": result["perplexity"]}.items():
         print(
             f"{name:12s} perplexity {part['perplexity']:8.3f}"

@@ -167,7 +167,7 @@ def evaluate(
         "perplexity": asdict(bootstrap(sums, counts)),
         "domains": {name: asdict(value) for name, value in by_domain.items()},
         "window_tokens": window_tokens,
-        "config": asdict(llm.config),
+        "config": asdict(llm.config) | {"model": Path(llm.config.model).name},
         "memory_bytes": memory,
         "mean_bits": llm.mean_bits,
         "data": [Path(file).name for file in files],

@@ -1,5 +1,7 @@
 """Engines that the tests of this folder share; each is compiled once a process."""
 
+from collections.abc import Iterator
+
 import pytest
 import tiny
 
@@ -32,14 +34,14 @@ def _tight() -> Built:
 
 
 @pytest.fixture
-def roomy(_roomy) -> Built:
+def roomy(_roomy) -> Iterator[Built]:
     """At fixed bits, with memory for four sequences of the greatest length."""
     yield _roomy
     tiny.assert_idle(_roomy)
 
 
 @pytest.fixture
-def tight(_tight) -> Built:
+def tight(_tight) -> Iterator[Built]:
     """At the same bits, with memory for one sequence: 16 blocks of 4 tokens."""
     yield _tight
     tiny.assert_idle(_tight)

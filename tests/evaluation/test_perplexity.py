@@ -76,11 +76,11 @@ def test_interval_has_the_width_of_the_standard_error():
 
 
 def test_bad_data_is_named(llm, tmp_path, texts):
-    with pytest.raises(FileNotFoundError, match="missing.jsonl does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"missing\.jsonl does not exist"):
         list(perplexity.read_texts([tmp_path / "missing.jsonl"]))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"txt": 1}\n')
-    with pytest.raises(ValueError, match=r"bad.jsonl:2 is not a JSON object"):
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2 is not a JSON object"):
         list(perplexity.read_texts([bad]))
     with pytest.raises(ValueError, match="window_tokens=64 must be between 2 and 63"):
         perplexity.cut_windows(perplexity.read_texts([texts]), llm, 64)

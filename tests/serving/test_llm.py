@@ -1,6 +1,7 @@
 """What users call: prompts, parameters, outputs, and what can be looked at."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def oracle() -> tiny.Oracle:
 
 
 @pytest.fixture(scope="module")
-def shared(oracle) -> LLM:
+def shared(oracle) -> Iterator[LLM]:
     """Pinned, with an end-of-sequence token: the third of the greedy answer."""
     eos = oracle.greedy(PROMPT, 3)[-1]
     model = tiny.paged_model()
@@ -31,7 +32,7 @@ def shared(oracle) -> LLM:
 
 
 @pytest.fixture
-def llm(shared) -> LLM:
+def llm(shared) -> Iterator[LLM]:
     yield shared
     shared.check_integrity()
     assert shared.memory_report().kv == 0, "a request was left behind"
@@ -263,7 +264,7 @@ def test_memory_adds_up_at_every_step(llm):
 
 
 @pytest.fixture(scope="module", params=tiny.NAMES)
-def dense(request) -> LLM:
+def dense(request) -> Iterator[LLM]:
     with serve(
         tiny.folder(request.param),
         policy="bf16",

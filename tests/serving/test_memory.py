@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import scipy.special
 import tiny
 
+from pagedweight_jax.engine.memory import device_memory_bytes
 from pagedweight_jax.engine.request import SamplingParams
 from pagedweight_jax.paging import planner
 from pagedweight_jax.paging.planner import PlannerLimits
@@ -17,6 +19,12 @@ from pagedweight_jax.serving.build import build_engine
 from pagedweight_jax.serving.llm import LLM
 from pagedweight_jax.serving.load import LoadedModel
 from pagedweight_jax.serving.options import ServeOptions
+from pagedweight_jax.serving.sizing import (
+    kv_layout,
+    needs_of,
+    split_memory,
+    step_shapes,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -37,40 +45,69 @@ def parts(llm: LLM) -> int:
     return budget
 
 
-# The smallest budget
+# The smallest budget, and the arrays that are alive
+
+SMALLEST = [
+    # One block of 4 tokens for keys and values: less than the high watermark.
+    tiny.options(block_size=4, max_model_len=4),
+    tiny.options(policy="bf16", max_num_seqs=1, max_num_batched_tokens=8),
+]
 
 
 def model_of(policy: str) -> LoadedModel:
     return tiny.dense_model() if policy == "bf16" else tiny.paged_model()
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        # One block of 4 tokens for keys and values: less than the high watermark.
-        tiny.options(block_size=4, max_model_len=4),
-        tiny.options(policy="bf16", max_num_seqs=1, max_num_batched_tokens=8),
-    ],
-    ids=["pagedweight", "bf16"],
-)
-def test_the_smallest_budget_works_and_a_byte_less_does_not(chosen):
+@pytest.mark.parametrize("chosen", SMALLEST, ids=["pagedweight", "bf16"])
+def test_the_smallest_budget_works_and_is_all_that_is_used(chosen):
     model = model_of(chosen.policy)
     smallest = tiny.smallest_budget(model, chosen)
     with pytest.raises(ValueError, match=f"is {smallest - 1} bytes .*{smallest} bytes"):
         build_engine(model, dataclasses.replace(chosen, memory_budget=smallest - 1))
+    del model
+    before = live_bytes()
+    model = model_of(chosen.policy)
     chosen = dataclasses.replace(chosen, memory_budget=smallest)
     with tiny.llm(model, chosen) as llm:
+        check_floors(llm)
         assert llm.config.max_model_len == chosen.max_model_len
         longest = tiny.prompts(1, [chosen.max_model_len - 1])[0]
-        outputs = llm.generate([tokens(longest)] * 3, GREEDY)
-        assert [len(o.outputs[0].token_ids) for o in outputs] == [1] * 3
-        assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
-        assert parts(llm) == smallest
-        if chosen.policy == "pagedweight":
-            # The first pages came up to their floors before anything was computed.
-            start = initial(tiny.sensitivity())
-            floors = planner.floors(tiny.sensitivity(), start, PlannerLimits())
-            assert (llm.precision_map() >= floors).all()
+        groups = llm.submit([tokens(longest)] * 3, GREEDY)
+        most = 0
+        while llm._engine.has_work:
+            llm.step()
+            assert parts(llm) == smallest
+            most = max(most, live_bytes() - before)
+        requests = [request for group in groups for request in group]
+        assert [len(r.output_token_ids) for r in requests] == [1] * 3
+        assert {r.finish_reason for r in requests} == {"length"}
+        report = llm.memory_report()
+    pool = report.planes + report.kv + report.free
+    assert report.dense + report.side_tables + pool <= most <= smallest
+    assert live_bytes() == before, "close() left arrays behind"
+
+
+def check_floors(llm: LLM) -> None:
+    """The first pages came up to their floors, whatever the watermarks say."""
+    if llm.config.policy == "pagedweight":
+        start = initial(tiny.sensitivity())
+        floors = planner.floors(tiny.sensitivity(), start, PlannerLimits())
+        assert (llm.precision_map() >= floors).all()
+
+
+def test_an_error_inside_of_with_closes_and_the_next_one_fits():
+    """FIELD.md T5: opened again in the same process, as in a notebook."""
+    chosen = dataclasses.replace(SMALLEST[0], memory_budget="6MiB")
+    before = live_bytes()
+    with pytest.raises(ZeroDivisionError), tiny.llm(tiny.paged_model(), chosen) as llm:
+        llm.submit([tokens([5, 6])] * 5, GREEDY)
+        llm.step()
+        raise ZeroDivisionError
+    assert live_bytes() == before
+    with tiny.llm(tiny.paged_model(), chosen) as llm:
+        assert live_bytes() - before <= parts(llm)
+        assert llm.generate(tokens([5, 6]), GREEDY)[0].finished
+    assert live_bytes() == before
 
 
 def test_the_message_lists_where_the_bytes_go():
@@ -93,21 +130,10 @@ def test_bits_that_are_not_stored_are_refused(bits):
 
 def test_an_expert_budget_below_the_seed_bits_is_refused_before_compiling():
     # 16 experts times 3 planes of 2 KiB times 3 seed bits.
-    with pytest.raises(ValueError, match="'200KiB' is 204800 bytes but .* take 294912"):
+    with pytest.raises(
+        ValueError, match=r"'200KiB' is 204800 bytes but .* take 294912"
+    ):
         build_engine(tiny.paged_model(), tiny.options(expert_budget="200KiB"))
-
-
-def test_an_expert_budget_is_spent_once_and_bits_stay():
-    budget = 400 * 1024
-    with tiny.llm(tiny.paged_model(), tiny.options(expert_budget=budget)) as llm:
-        planes = llm.memory_report().planes
-        assert budget - 2 * 2048 < planes <= budget
-        bits = llm.precision_map()
-        assert 3 <= bits.min() < bits.max() <= 6
-        (event,) = llm.events()
-        assert (event.reason, event.outcome) == ("expert_budget", "committed")
-        llm.generate([tokens(p) for p in tiny.prompts(2, [40] * 6)], GREEDY)
-        np.testing.assert_array_equal(llm.precision_map(), bits)
 
 
 def test_an_expert_budget_beyond_all_planes_asks_for_no_more_than_them():
@@ -118,38 +144,11 @@ def test_an_expert_budget_beyond_all_planes_asks_for_no_more_than_them():
     assert needed == tiny.smallest_budget(model, pinned)
 
 
-# Arrays that are alive, and close()
-
-
-@pytest.mark.parametrize("policy", ["pagedweight", "bf16"])
-def test_arrays_stay_within_the_budget_and_close_frees_them(policy):
-    """FIELD.md T5: closed and opened again in one process."""
-    chosen = tiny.options(policy=policy, memory_budget="6MiB", max_num_seqs=2)
-    model_of(policy)  # what is made once, and kept
-    before = live_bytes()
-    used = []
-    for _ in range(2):
-        with tiny.llm(model_of(policy), chosen) as llm:
-            llm.submit([tokens(p) for p in tiny.prompts(3, [40, 30, 20])], GREEDY)
-            most = 0
-            while llm._engine.has_work:
-                llm.step()
-                most = max(most, live_bytes() - before)
-            report = llm.memory_report()
-        assert most + 0 <= parts_of(report), f"{most} bytes are alive"
-        assert live_bytes() == before, "close() left arrays behind"
-        used.append(most)
-    # Dense weights, side tables and the pool are there; the reserve is workspace.
-    pool = report.planes + report.kv + report.free
-    assert used[0] == used[1] >= report.dense + report.side_tables + pool
-
-
-def parts_of(report) -> int:
-    return report.budget
+# After the end
 
 
 @pytest.fixture(scope="module")
-def bfloat16() -> LLM:
+def bfloat16() -> Iterator[LLM]:
     """As most users run it: dtype "auto"."""
     with tiny.llm(tiny.paged_model(dtype="bfloat16"), tiny.options(dtype="auto")) as m:
         yield m
@@ -198,69 +197,67 @@ def test_nothing_works_after_close_but_close(bfloat16):
     bfloat16._built = None  # both were one engine
 
 
-def test_an_error_inside_of_with_closes_too():
-    model = tiny.paged_model()
-    chosen = tiny.options(max_num_seqs=1, max_num_batched_tokens=8)
-    before = live_bytes()
-    with pytest.raises(ZeroDivisionError), tiny.llm(model, chosen) as llm:
-        llm.submit(tokens(tiny.prompts(6, [20])[0]), GREEDY)
-        llm.step()
-        raise ZeroDivisionError
-    assert live_bytes() < before, "the parameters are alive"
+# What options do
+
+EXPERT_BUDGET = 400 * 1024
+SPENDING = tiny.options(
+    memory_budget="7MiB",
+    max_model_len=40,
+    max_num_seqs=3,
+    max_num_batched_tokens=16,
+    block_size=8,
+    seed=9,
+    expert_budget=EXPERT_BUDGET,
+)
 
 
-def test_options_have_an_effect_on_the_effective_configuration():
-    """FIELD.md T4: what is not refused can be seen (compiled once, for all)."""
-    chosen = tiny.options(
-        memory_budget="7MiB",
-        max_model_len=40,
-        max_num_seqs=3,
-        max_num_batched_tokens=16,
-        block_size=8,
-        seed=9,
-        pin_bits=4,
-    )
-    with tiny.llm(tiny.paged_model(), chosen) as llm:
-        config = dataclasses.asdict(llm.config)
-        for name in (
-            "policy",
-            "pin_bits",
-            "dtype",
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "block_size",
-            "seed",
-        ):
-            assert config[name] == getattr(chosen, name), name
-        assert llm.memory_report().budget == 7 * 2**20
-        built = llm._running
-        limits = built.engine.scheduler._limits
-        assert (limits.max_num_seqs, limits.prefill_queries) == (3, 16)
-        assert built.kv.block_size == 8
+@pytest.fixture(scope="module")
+def spending() -> Iterator[LLM]:
+    with tiny.llm(tiny.paged_model(), SPENDING) as llm:
+        yield llm
 
 
-def test_every_field_of_the_options_is_in_the_audit():
-    audited = {
-        *("memory_budget", "policy", "pin_bits", "dtype", "max_model_len"),
-        *("max_num_seqs", "max_num_batched_tokens", "block_size", "seed"),
-        "expert_budget",  # test_an_expert_budget_is_spent_once_and_bits_stay
-        "gpu_memory_utilization",  # test_without_a_budget_a_share_is_taken
+def test_an_expert_budget_is_spent_once_and_bits_stay(spending):
+    planes = spending.memory_report().planes
+    assert EXPERT_BUDGET - 2 * 2048 < planes <= EXPERT_BUDGET
+    bits = spending.precision_map()
+    assert 3 <= bits.min() < bits.max() <= 6
+    (event,) = spending.events()
+    assert (event.reason, event.outcome) == ("expert_budget", "committed")
+    spending.generate([tokens(p) for p in tiny.prompts(2, [30] * 6)], GREEDY)
+    np.testing.assert_array_equal(spending.precision_map(), bits)
+
+
+def test_options_have_an_effect_on_the_effective_configuration(spending):
+    """FIELD.md T4: what is not refused can be seen."""
+    config = dataclasses.asdict(spending.config)
+    for name in AUDITED_HERE:
+        assert config[name] == getattr(SPENDING, name), name
+    assert spending.memory_report().budget == 7 * 2**20
+    built = spending._running
+    limits = built.engine.scheduler._limits
+    assert (limits.max_num_seqs, limits.prefill_queries) == (3, 16)
+    assert built.kv.block_size == 8
+
+
+AUDITED_HERE = (
+    *("policy", "pin_bits", "dtype", "max_model_len", "max_num_seqs"),
+    *("max_num_batched_tokens", "block_size", "seed"),
+)
+
+
+def test_every_option_is_in_the_audit():
+    elsewhere = {
+        *("memory_budget", "expert_budget"),  # above
+        "gpu_memory_utilization",  # below
         *("limits", "watermarks"),  # tests/engine/test_pressure.py
     }
-    assert {f.name for f in dataclasses.fields(ServeOptions)} == audited
+    fields = {f.name for f in dataclasses.fields(ServeOptions)}
+    assert fields == elsewhere | set(AUDITED_HERE)
 
 
 def test_without_a_budget_a_share_is_taken():
     """On the CPU no more than can be used: all planes, all sequences, some blocks."""
-    from pagedweight_jax.engine.memory import device_memory_bytes
-    from pagedweight_jax.serving.sizing import (
-        kv_layout,
-        needs_of,
-        split_memory,
-        step_shapes,
-    )
-
     model = tiny.paged_model()
 
     def budget(**options) -> int:
