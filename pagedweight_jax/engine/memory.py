@@ -129,7 +129,7 @@ def device_memory_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def workspace_bytes(
+def step_workspace_bytes(
     shape: StepShape,
     kv: KvLayout,
     *,

@@ -9,7 +9,7 @@ from pagedweight_jax.engine.block_manager import BlockManager
 from pagedweight_jax.engine.engine import Engine, PrecisionControl
 from pagedweight_jax.engine.memory import MemoryPlan, parse_bytes
 from pagedweight_jax.engine.scheduler import Scheduler, SchedulerLimits
-from pagedweight_jax.engine.step import StepShape, compile_programs
+from pagedweight_jax.engine.step import Programs, StepShape, compile_programs
 from pagedweight_jax.models.interface import Pages
 from pagedweight_jax.paging import planner
 from pagedweight_jax.paging import pool as paged_pool
@@ -64,25 +64,12 @@ def build_engine(
     kv = kv_layout(model.config, options.dtype, options.block_size)
     shapes = step_shapes(options)
     limits = _limits(options)
-    needs = needs_of(model, options, kv, shapes, limits)
-    memory, max_model_len = split_memory(model, options, kv, needs)
+    plan = _first_plan(model, options, limits, 4 * kv.frame_words)
+    memory, max_model_len, programs = _fit(model, options, kv, shapes, limits)
     allocator = FrameAllocator(memory.pool.num_frames)
     blocks = BlockManager(allocator, kv)
     migrator = _migrator(model, allocator, put)
     control, statistics = _control(model, options, blocks, limits)
-    plan = _first_plan(model, options, limits, migrator, memory.pool.frame_bytes)
-    max_blocks = -(-max_model_len // kv.block_size)
-    programs = compile_programs(
-        model.graphdef,
-        model.params,
-        shapes,
-        pool=memory.pool,
-        kv=kv,
-        pages=_empty_pages(model),
-        max_blocks=max_blocks,
-        staging_frames=STAGING_FRAMES,
-    )
-    _check_workspace(programs.temporary_bytes(), workspace(model, kv, shapes))
     engine = Engine(
         programs=programs,
         params=model.params,
@@ -90,7 +77,7 @@ def build_engine(
         allocator=allocator,
         blocks=blocks,
         scheduler=Scheduler(blocks, _scheduler_limits(shapes)),
-        max_blocks=max_blocks,
+        max_blocks=blocks.blocks_for(max_model_len),
         migrator=migrator,
         control=control,
         statistics=statistics,
@@ -130,12 +117,39 @@ def _check_pin(model: LoadedModel, options: ServeOptions) -> None:
         )
 
 
-def _check_workspace(came: int, reserved: int) -> None:
-    if came > reserved:
-        raise RuntimeError(
-            f"a compiled step needs {came} bytes of workspace but {reserved} are"
-            " reserved; please report this with your model's config.json"
+def _fit(
+    model: LoadedModel,
+    options: ServeOptions,
+    kv: KvLayout,
+    shapes: tuple[StepShape, ...],
+    limits: PlannerLimits,
+) -> tuple[MemoryPlan, int, Programs]:
+    """Splits the budget and compiles the steps for it.
+
+    The workspace that is reserved is a bound for the plain-JAX kernels. Where the
+    compiled steps turn out to need more, the budget is split again with what they
+    need, which does not depend on the size of the pool, and they are compiled again.
+
+    Returns:
+      The split, the longest sequence, and the programs.
+    """
+    reserved = workspace(model, kv, shapes)
+    while True:
+        needs = needs_of(model, options, kv, reserved, limits)
+        memory, max_model_len = split_memory(model, options, kv, needs)
+        programs = compile_programs(
+            model.graphdef,
+            model.params,
+            shapes,
+            pool=memory.pool,
+            kv=kv,
+            pages=_empty_pages(model),
+            max_blocks=-(-max_model_len // kv.block_size),
+            staging_frames=STAGING_FRAMES,
         )
+        if programs.temporary_bytes() <= reserved:
+            return memory, max_model_len, programs
+        reserved = programs.temporary_bytes()
 
 
 def _empty_pages(model: LoadedModel) -> Pages | None:
@@ -188,7 +202,6 @@ def _first_plan(
     model: LoadedModel,
     options: ServeOptions,
     limits: PlannerLimits,
-    migrator: Migrator | None,
     frame_bytes: int,
 ) -> planner.Plan | None:
     """Makes the plan to start with: the only one of an engine of fixed precision.
@@ -196,12 +209,13 @@ def _first_plan(
     Otherwise all pages come up to their floors, for which the budget has room whatever
     the watermarks say; the engine raises them from there.
     """
-    if migrator is None or model.sensitivity is None:
+    if model.pages is None or model.sensitivity is None:
         return None
+    table = _empty_table(model.pages)
     statistics = initial(model.sensitivity)
-    inputs = (migrator.table, model.sensitivity, statistics, limits)
+    inputs = (table, model.sensitivity, statistics, limits)
     if options.pin_bits is not None:
-        bits = np.full_like(migrator.table.desired, options.pin_bits)
+        bits = np.full_like(table.desired, options.pin_bits)
         return planner.plan_exactly(*inputs, bits=bits, frame_bytes=frame_bytes)
     if options.expert_budget is None:
         bits = planner.floors(model.sensitivity, statistics, limits)

@@ -10,7 +10,7 @@ from pagedweight_jax.engine.memory import (
     device_memory_bytes,
     parse_bytes,
     plan_memory,
-    workspace_bytes,
+    step_workspace_bytes,
 )
 from pagedweight_jax.engine.step import StepShape
 from pagedweight_jax.models.qwen2_moe import layer_runs
@@ -59,10 +59,10 @@ def kv_layout(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
 
 
 def workspace(model: LoadedModel, kv: KvLayout, shapes: tuple[StepShape, ...]) -> int:
-    """Bounds the bytes that any step needs beside parameters and pool."""
+    """Bounds what any step needs beside parameters and pool, with plain-JAX kernels."""
     config = model.config
     return max(
-        workspace_bytes(
+        step_workspace_bytes(
             shape,
             kv,
             hidden_size=config.hidden_size,
@@ -104,7 +104,7 @@ def needs_of(
     model: LoadedModel,
     options: ServeOptions,
     kv: KvLayout,
-    shapes: tuple[StepShape, ...],
+    workspace_bytes: int,
     limits: PlannerLimits,
 ) -> Needs:
     """Collects what must fit in the budget at the least.
@@ -122,8 +122,7 @@ def needs_of(
     return Needs(
         dense_bytes=model.dense_bytes,
         side_table_bytes=0 if model.pages is None else model.side_table_bytes,
-        reserve_bytes=workspace(model, kv, shapes)
-        + (0 if model.pages is None else staging),
+        reserve_bytes=workspace_bytes + (0 if model.pages is None else staging),
         plane_frames=_least_plane_frames(model, options, limits, 4 * kv.frame_words),
         kv_frames=-(-max_model_len // kv.block_size) * kv.frames_per_block,
     )

@@ -1,5 +1,6 @@
 """Experts give way to keys and values, and come back."""
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -129,16 +130,22 @@ def test_every_lowering_stops_at_the_floors_of_its_moment(adaptive):
     assert checked > 10
 
 
-def test_a_load_within_the_dead_band_changes_the_bits_once(adaptive):
-    """No oscillation: requests come and go, always one or two of them."""
+def test_a_load_within_the_dead_band_settles(adaptive):
+    """No oscillation: beside a short burst, requests come and go, one or two at a time.
+
+    After the burst experts rise as far as leaves the band free, and then stay.
+    """
     engine = adaptive.engine
+    first = burst(2, 16, 12)
+    for request in first:
+        engine.add(request)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    numbers = iter(range(1000))
+    numbers = itertools.count(len(first))
     prompts = tiny.prompts(2, [24] * 100)
     changes = []
     for step in range(300):
         # Two requests hold 2 * 6 to 2 * 9 blocks; for a moment only one runs.
-        while sum(1 for _ in engine.scheduler.requests()) < 2:
+        while sum(r not in first for r in engine.scheduler.requests()) < 2:
             number = next(numbers)
             engine.add(tiny.request(str(number), prompts[number], params))
         engine.step()
@@ -146,8 +153,9 @@ def test_a_load_within_the_dead_band_changes_the_bits_once(adaptive):
             changes.append(step)
     for request in list(engine.scheduler.requests()):
         engine.abort(request.request_id)
-    assert changes, "the load never mattered"
-    assert max(changes) < 50, f"precision goes up and down: {changes}"
+    reasons = {r.reason for r in adaptive.migrator.records[-len(changes) :]}
+    assert "slack" in reasons, "nothing rose beside the load"
+    assert max(changes) < 100, f"precision goes up and down: {changes}"
 
 
 def test_a_raise_that_finds_nothing_is_not_planned_at_every_step(adaptive):

@@ -24,6 +24,7 @@ from pagedweight_jax.serving.sizing import (
     needs_of,
     split_memory,
     step_shapes,
+    workspace,
 )
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -263,7 +264,8 @@ def test_without_a_budget_a_share_is_taken():
     def budget(**options) -> int:
         chosen = tiny.options(memory_budget=None, **options)
         kv, shapes = kv_layout(model.config, "float32", 16), step_shapes(chosen)
-        needs = needs_of(model, chosen, kv, shapes, PlannerLimits())
+        reserved = workspace(model, kv, shapes)
+        needs = needs_of(model, chosen, kv, reserved, PlannerLimits())
         memory, longest = split_memory(model, chosen, kv, needs)
         assert longest == 64
         return memory.budget
