@@ -273,7 +273,7 @@ class Oracle:
             [layer.weights(form, pages) for layer in layers],
         )
         graphdef, self.params = parameters(config, None, tree, "float32")
-        self.length = 64
+        self.length = 128
         layout = KvLayout(
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
@@ -418,7 +418,8 @@ def run(
 
 
 def assert_idle(built: Built) -> None:
-    """No request holds anything, and all ledgers agree."""
+    """No request holds anything, all ledgers agree, nobody wrote the null frame."""
     assert not built.engine.has_work
     assert built.allocator.num_used("kv") == 0
     built.engine.check_integrity()
+    assert not np.asarray(built.engine._pool)[0].any()

@@ -19,7 +19,10 @@ def oracle() -> tiny.Oracle:
 
 @pytest.fixture(scope="session")
 def _roomy() -> Built:
-    return build_engine(tiny.paged_model(), tiny.options(pin_bits=PINNED_BITS))
+    chosen = tiny.options(
+        pin_bits=PINNED_BITS, max_model_len=128, max_num_batched_tokens=128
+    )
+    return build_engine(tiny.paged_model(), chosen)
 
 
 @pytest.fixture(scope="session")
@@ -35,13 +38,16 @@ def _tight() -> Built:
 
 @pytest.fixture
 def roomy(_roomy) -> Iterator[Built]:
-    """At fixed bits, with memory for four sequences of the greatest length."""
+    """At fixed bits, with memory for all; two prefill rows of 64 tokens a step."""
     yield _roomy
     tiny.assert_idle(_roomy)
 
 
 @pytest.fixture
 def tight(_tight) -> Iterator[Built]:
-    """At the same bits, with memory for one sequence: 16 blocks of 4 tokens."""
+    """At the same bits, with memory for one sequence: 16 blocks of 4 tokens.
+
+    One prefill row of 32 tokens a step.
+    """
     yield _tight
     tiny.assert_idle(_tight)

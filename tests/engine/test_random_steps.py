@@ -84,11 +84,19 @@ class World:
         lowered = after < before
         assert (after[lowered] >= floors[lowered]).all(), f"{where}: below the floors"
         assert after.min() >= 3, f"{where}: a page has no use"
+        self.check_promises(where)
         for request in self.requests:
             assert request.num_computed <= len(request.token_ids), where
             assert request.token_ids[: request.num_prompt_tokens] == (
                 request.prompt_token_ids
             ), where
+
+    def check_promises(self, where: str) -> None:
+        """Planes that are wanted have frames to come to, unless floors forbid it."""
+        built = self.llm._running
+        queued, free = built.migrator.num_queued_frames, built.allocator.num_free
+        feasible = built.migrator.records[-1].feasible
+        assert queued <= free or not feasible, f"{where}: {queued} for {free} frames"
 
 
 def check_dwell(llm: LLM) -> None:
