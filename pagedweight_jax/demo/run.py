@@ -58,10 +58,14 @@ def _burst(console: Console, label: str, budget: str, pin_bits: int | None) -> T
 
 
 def _watch(console: Console, llm: LLM, label: str) -> Trace:
-    with Live(console=console, auto_refresh=False, transient=False) as live:
+    if not console.is_terminal:
+        trace = run_burst(llm, label, lambda trace: None, PROMPTS)
+        console.print(panel(trace, ()))
+        return trace
+    with Live(console=console, auto_refresh=False) as live:
 
         def show(trace: Trace) -> None:
-            live.update(panel(trace, llm.events()), refresh=console.is_terminal)
+            live.update(panel(trace, llm.events()), refresh=True)
 
         return run_burst(llm, label, show, PROMPTS)
 
