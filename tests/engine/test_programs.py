@@ -74,18 +74,6 @@ def test_the_reserve_bounds_what_the_programs_need(programs, model):
     assert 0 < programs.temporary_bytes() <= bound
 
 
-def test_a_pool_that_was_written_is_gone(tight):
-    """Donation at run time: one buffer, at one address, through every write."""
-    engine = tight.engine
-    before = engine._pool
-    address = before.unsafe_buffer_pointer()
-    tiny.run(engine, [tiny.request("0", tiny.prompts(1, [20])[0])])
-    assert before.is_deleted()
-    assert engine._pool.unsafe_buffer_pointer() == address
-    pools = [a for a in jax.live_arrays() if a.shape == engine._pool.shape]
-    assert len(pools) == 1
-
-
 class Compilations:
     """Counts what jax traces, lowers and compiles."""
 
@@ -113,6 +101,18 @@ def adaptive() -> Built:
     chosen = tiny.options(block_size=4, watermarks=marks)
     budget = tiny.smallest_budget(model, chosen) + 40 * 4096
     return build_engine(model, dataclasses.replace(chosen, memory_budget=budget))
+
+
+def test_a_pool_that_was_written_is_gone(adaptive):
+    """Donation at run time: one buffer, at one address, through every write."""
+    engine = adaptive.engine
+    before = engine._pool
+    address = before.unsafe_buffer_pointer()
+    tiny.run(engine, [tiny.request("0", tiny.prompts(1, [20])[0])])
+    assert before.is_deleted()
+    assert engine._pool.unsafe_buffer_pointer() == address
+    pools = [a for a in jax.live_arrays() if a.shape == engine._pool.shape]
+    assert len(pools) == 1
 
 
 def all_kinds_of_requests() -> list:

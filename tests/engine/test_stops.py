@@ -63,9 +63,9 @@ def test_find_stop_takes_the_earliest():
     assert find_stop("abcd", ("x",)) is None
 
 
-def test_a_stop_text_across_tokens_is_cut_off(roomy):
+def test_a_stop_text_across_tokens_is_cut_off(tight):
     plain = answer()
-    tiny.run(roomy.engine, [plain])
+    tiny.run(tight.engine, [plain])
     assert plain.finish_reason == "length" and plain.stop_reason is None
     pieces = [text_of([t]) for t in plain.output_token_ids]
     # The last letter of one token and the first of the next, where both are letters.
@@ -75,7 +75,7 @@ def test_a_stop_text_across_tokens_is_cut_off(roomy):
     start = whole.find(stop)
     for include in (False, True):
         request = answer(stop=stop, include_stop_str_in_output=include)
-        tiny.run(roomy.engine, [request])
+        tiny.run(tight.engine, [request])
         assert (request.finish_reason, request.stop_reason) == ("stop", stop)
         wanted = whole[: start + (len(stop) if include else 0)]
         assert output_text(request, TOKENIZER) == wanted
@@ -85,25 +85,25 @@ def test_a_stop_text_across_tokens_is_cut_off(roomy):
         assert stop not in text_of(request.output_token_ids[:-1])
 
 
-def test_a_stop_token_ends_with_its_id(roomy):
+def test_a_stop_token_ends_with_its_id(tight):
     plain = answer()
-    tiny.run(roomy.engine, [plain])
+    tiny.run(tight.engine, [plain])
     stop = plain.output_token_ids[6]
     request = answer(stop_token_ids=[stop])
-    tiny.run(roomy.engine, [request])
+    tiny.run(tight.engine, [request])
     first = plain.output_token_ids.index(stop)
     assert request.output_token_ids == plain.output_token_ids[: first + 1]
     assert (request.finish_reason, request.stop_reason) == ("stop", stop)
 
 
-def test_a_stop_on_the_last_token_counts_as_a_stop(roomy):
+def test_a_stop_on_the_last_token_counts_as_a_stop(tight):
     plain = answer()
-    tiny.run(roomy.engine, [plain])
+    tiny.run(tight.engine, [plain])
     last = plain.output_token_ids[-1]
     if last in plain.output_token_ids[:-1]:
         raise AssertionError("choose another prompt: the last token is not new")
     request = answer(stop_token_ids=[last])
-    tiny.run(roomy.engine, [request])
+    tiny.run(tight.engine, [request])
     assert request.finish_reason == "stop"
     assert len(request.output_token_ids) == NUM_TOKENS
 
