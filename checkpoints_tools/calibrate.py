@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
@@ -212,9 +213,10 @@ def _loss_function(
         model = nnx.merge(graphdef, state)
         inputs = uncached_inputs(tokens[None], layout)
         out = model(inputs, layout, collect_moments=True)
-        shares = jax.nn.log_softmax(model.logits(out.hidden[:-1]), axis=-1)
-        targets = jnp.take_along_axis(shares, tokens[1:, None], axis=-1)
-        return -jnp.mean(targets), out.routing
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            model.logits(out.hidden[:-1]), tokens[1:]
+        )
+        return jnp.mean(losses), out.routing
 
     return loss
 

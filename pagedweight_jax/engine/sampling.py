@@ -87,7 +87,9 @@ def keep_likely(
     )
     shares = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares
-    ranked = jnp.where((before < top_p[:, None]) | (rank == 0), ranked, -jnp.inf)
+    # Rounded shares may add up to 1 early, and a top_p of 1 keeps all.
+    limit = jnp.where(top_p < 1, top_p, jnp.inf)[:, None]
+    ranked = jnp.where((before < limit) | (rank == 0), ranked, -jnp.inf)
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     return jnp.zeros_like(logits).at[rows, order].set(ranked, unique_indices=True)
 

@@ -101,6 +101,18 @@ def test_top_k_and_top_p_keep_what_numpy_keeps(logits, top_k, top_p):
             assert got[row, token] == logits[row, token]
 
 
+def test_top_p_of_one_keeps_all_of_a_large_vocabulary():
+    """Shares of many tokens add up to 1, in float32, before the last ones came.
+
+    They were cut off, but only if another row of the batch had a restriction.
+    """
+    logits = np.random.default_rng(6).normal(0, 4, (8, 50_000)).astype(np.float32)
+    kept = jit_keep_likely(
+        jnp.asarray(logits), jnp.zeros(8, jnp.int32), jnp.ones(8, jnp.float32)
+    )
+    np.testing.assert_array_equal(kept, logits)
+
+
 def test_equal_logits_are_kept_lowest_id_first():
     logits = jnp.asarray(np.zeros((1, 6), np.float32))
     kept = jit_keep_likely(logits, jnp.asarray([4]), jnp.asarray([0.5], jnp.float32))
