@@ -135,6 +135,8 @@ class LLM:
         Raises:
           ValueError: as `generate`.
         """
+        if not isinstance(prompts, str | Mapping | Sequence):
+            raise ValueError(f"prompts={prompts!r} is neither a prompt nor a list")
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = _for_each(sampling_params, len(listed))
         tokens = [
@@ -192,6 +194,11 @@ class LLM:
         return ids
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str | Mapping):
+            raise ValueError(
+                f"prompt {index} is {prompt!r}; a prompt is a text or"
+                " {'prompt_token_ids': [...]}"
+            )
         if not isinstance(prompt, str):
             if set(prompt) != {"prompt_token_ids"}:
                 raise ValueError(
