@@ -307,9 +307,3 @@ def test_what_needs_pages_or_a_tokenizer_says_so(dense):
         dense.generate("text")
     with pytest.raises(ValueError, match=r"stop='x' needs a tokenizer.*stop_token_ids"):
         dense.generate(ids([5]), SamplingParams(stop="x"))
-
-
-@pytest.mark.parametrize("prompts", [5, None, [1, 2, 3]])
-def test_what_is_no_prompt_is_named(llm, prompts):
-    with pytest.raises(ValueError, match="prompt"):
-        llm.generate(prompts)
