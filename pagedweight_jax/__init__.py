@@ -19,15 +19,20 @@ _MENU = {
     "serve": "pagedweight_jax.serving.llm",
 }
 
-
-def __dir__() -> list[str]:
-    return sorted(_MENU)
+__all__ = [
+    "LLM",
+    "PlannerLimits",
+    "RequestOutput",
+    "SamplingParams",
+    "Watermarks",
+    "serve",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Imports what is asked for, so that `import pagedweight_jax` stays quick."""
     if name not in _MENU:
-        raise AttributeError(f"pagedweight_jax has no {name!r}; it has {__dir__()}")
+        raise AttributeError(f"pagedweight_jax has no {name!r}; it has {__all__}")
     from importlib import import_module
 
     return getattr(import_module(_MENU[name]), name)

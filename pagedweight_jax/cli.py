@@ -274,6 +274,8 @@ def _usage() -> str:
 
 def _flag_help(values: Values) -> str:
     """Lists the flags without the file that defines them."""
+    if not len(values):
+        return ""
     lines = values.get_help().splitlines()
     return "\n".join(line for line in lines if line.startswith("  "))
 

@@ -71,7 +71,10 @@ class EffectiveConfig:
 
 
 class LLM:
-    """A model being served; use it as a context manager, or call `close`."""
+    """A model being served; use it as a context manager, or call `close`.
+
+    One thread at a time: the engine has one pool, and a step gives it away.
+    """
 
     def __init__(
         self, folder: Path, options: ServeOptions, model: LoadedModel, built: Built
