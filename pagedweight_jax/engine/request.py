@@ -2,11 +2,14 @@
 
 import time
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
+
+_INTEGERS = ("n", "top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +51,16 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            whole = value is None or isinstance(value, Integral)
+            _require(whole, name, value, "a whole number")
         _require(self.n >= 1, "n", self.n, "at least 1")
         _require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(self.top_k >= -1, "top_k", self.top_k, "at least 1, or 0 for all")
+        _require(
+            self.top_k >= -1, "top_k", self.top_k, "at least 1, or 0 or -1 for all"
+        )
         if self.max_tokens is not None:
             _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         for name in ("logprobs", "prompt_logprobs"):

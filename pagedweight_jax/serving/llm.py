@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TypedDict
@@ -208,7 +209,13 @@ class LLM:
                     f"prompt {index} has the keys {sorted(prompt)}; a prompt is a text"
                     " or {'prompt_token_ids': [...]}"
                 )
-            return [int(i) for i in prompt["prompt_token_ids"]]
+            ids = prompt["prompt_token_ids"]
+            wrong = [i for i in ids if not isinstance(i, Integral)]
+            if wrong:
+                raise ValueError(
+                    f"prompt {index} has token ids {wrong[:5]!r} that are no integers"
+                )
+            return [int(i) for i in ids]
         if not prompt:
             raise ValueError(f"prompt {index} is empty; give a text")
         if self._model.tokenizer is None:
