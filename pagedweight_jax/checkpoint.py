@@ -27,7 +27,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -230,10 +230,8 @@ def read_layer(
 
     def tables(block: str) -> SideTables:
         kind = format.tables
-        names = [part.name for part in fields(kind)]
-        # NumPy arrays stand in for those of a device.
-        arrays: dict[str, Any] = {name: tree[f"{block}.{name}"] for name in names}
-        return kind(**arrays)
+        arrays: dict[str, Any] = {name: tree[f"{block}.{name}"] for name in kind.parts}
+        return kind.from_parts(**arrays)
 
     return LayerPages(planes=planes, gate_up=tables("gate_up"), down=tables("down"))
 
@@ -308,8 +306,8 @@ def write_layer(folder: str | Path, layer: int, pages: LayerPages) -> None:
     """Writes the pages of one MoE layer."""
     tree = {f"plane_{j}": plane for j, plane in enumerate(pages.planes)}
     for block, tables in (("gate_up", pages.gate_up), ("down", pages.down)):
-        for part in fields(tables):
-            tree[f"{block}.{part.name}"] = np.asarray(getattr(tables, part.name))
+        for part in tables.parts:
+            tree[f"{block}.{part}"] = np.asarray(getattr(tables, part))
     _write_tree(Path(folder), _layer_folder(Path(), layer), tree)
 
 

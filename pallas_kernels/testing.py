@@ -15,9 +15,24 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8, UInt32
 
 from pallas_kernels import bitplane
 from pallas_kernels.fused_moe.arg_specs import MoeSpec
-from pallas_kernels.side_tables import AffineTables, CodebookTables, SideTables
+from pallas_kernels.side_tables import (
+    AffineTables,
+    CodebookTables,
+    RefinedTables,
+    SideTables,
+)
 
-Format = Literal["affine", "codebook"]
+Format = Literal["affine", "codebook", "refined"]
+
+_TABLES = {
+    "affine": AffineTables,
+    "codebook": CodebookTables,
+    "refined": RefinedTables,
+}
+
+NUM_LAYERS = 2
+LAYER = 1
+"""The layer of a problem; the pages and tables of the other one are garbage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +44,8 @@ class MoeProblem:
     expert_ids: Int32[Array, "T top_k"]
     expert_weights: Float32[Array, "T top_k"]
     pool: UInt32[Array, "num_frames frame_words"]
-    frames: Int32[Array, "E 3 parent_bits frames_per_plane"]
-    bits: Int32[Array, "E 2"]
+    frames: Int32[Array, "L E 3 parent_bits frames_per_plane"]
+    bits: Int32[Array, "L E 2"]
     gate_up: SideTables
     down: SideTables
     gate_up_codes: UInt8[np.ndarray, "E rows D"]
@@ -48,23 +63,32 @@ class MoeProblem:
             self.bits,
             self.gate_up,
             self.down,
+            jnp.int32(LAYER),
         )
 
 
 def make_tables(
     rng: np.random.Generator, spec: MoeSpec, format: Format, n: int, k: int
 ) -> SideTables:
-    """Makes side tables of all experts whose weights have a variance of about 1/k."""
-    experts, size = spec.num_experts, k**-0.5
+    """Makes side tables ``[L, E, ...]``; weights have a variance of about 1/k."""
+    batch, size = (NUM_LAYERS, spec.num_experts), k**-0.5
     if format == "affine":
-        shape = (experts, k // spec.group_size, n)
+        shape = (*batch, k // spec.group_size, n)
         scale = rng.uniform(2.0, 4.0, shape) * size
         zero = -scale * rng.uniform(0.4, 0.6, shape)
-        return AffineTables(
+        return AffineTables.from_parts(
             scale=jnp.asarray(scale, jnp.float16), zero=jnp.asarray(zero, jnp.float16)
         )
+    if format == "refined":
+        shape = (*batch, 2**spec.seed_bits, n)
+        center = rng.standard_normal(shape, np.float32) * size
+        width = rng.uniform(0.2, 1.0, shape) * size
+        return RefinedTables.from_parts(
+            center=jnp.asarray(center, jnp.float16),
+            width=jnp.asarray(width, jnp.float16),
+        )
     entries = 2 ** (spec.parent_bits + 1) - 2**spec.seed_bits
-    lut = rng.standard_normal((experts, n, entries), np.float32) * size
+    lut = rng.standard_normal((*batch, n, entries), np.float32) * size
     return CodebookTables(lut=jnp.asarray(lut, jnp.float16))
 
 
@@ -99,7 +123,7 @@ def make_moe_problem(
     """
     experts, d, f = spec.num_experts, spec.width, spec.expert_width
     if bits is None:
-        fewest = spec.seed_bits if format == "codebook" else 2
+        fewest = 2 if format == "affine" else spec.seed_bits
         bits = rng.integers(fewest, spec.parent_bits + 1, (experts, 2), np.int32)
     bits = np.broadcast_to(np.asarray(bits, np.int32), (experts, 2))
     levels = 2**spec.parent_bits
@@ -117,13 +141,22 @@ def make_moe_problem(
             rng.random((num_tokens, spec.top_k), np.float32), jnp.float32
         ),
         pool=pool,
-        frames=jnp.asarray(frames),
-        bits=jnp.asarray(bits),
+        frames=_in_layer(rng, frames, len(pool)),
+        bits=_in_layer(rng, bits, spec.parent_bits + 1),
         gate_up=make_tables(rng, spec, format, 2 * f, d),
         down=make_tables(rng, spec, format, d, f),
         gate_up_codes=gate_up_codes,
         down_codes=down_codes,
     )
+
+
+def _in_layer(
+    rng: np.random.Generator, values: Int32[np.ndarray, "*shape"], stop: int
+) -> Int32[Array, "L *shape"]:
+    """Puts values at `LAYER` of an array whose other layers are random."""
+    layers = rng.integers(0, stop, (NUM_LAYERS, *values.shape), np.int32)
+    layers[LAYER] = values
+    return jnp.asarray(layers)
 
 
 def _fill_pool(
@@ -138,7 +171,7 @@ def _fill_pool(
     UInt32[Array, "num_frames frame_words"],
 ]:
     """Puts committed planes into random frames and random words everywhere else."""
-    order = (AffineTables if format == "affine" else CodebookTables).order
+    order = _TABLES[format].order
     parts, f = spec.frames_per_plane, spec.expert_width
     shape = (spec.num_experts, 3, spec.parent_bits, parts)
     num_frames = 2 + int(np.prod(shape))

@@ -119,11 +119,12 @@ class AffineFormat:
             for whole, part in zip((codes, scale, zero), parts, strict=True):
                 whole[block] = np.asarray(part)[: len(w[block])]
 
-        def table(values: np.ndarray) -> Array:
-            values = values.reshape(*batch, n, k // size).swapaxes(-1, -2)
-            return common.host_array(np.ascontiguousarray(values))
-
-        tables = AffineTables(scale=table(scale), zero=table(zero))
+        parts = {
+            name: values.reshape(*batch, n, k // size).swapaxes(-1, -2)
+            for name, values in (("scale", scale), ("zero", zero))
+        }
+        words = AffineTables.from_parts(**parts).words
+        tables = AffineTables(words=common.host_array(np.asarray(words)))
         return codes.reshape(*batch, n, k), tables
 
     def dequantize(

@@ -98,9 +98,10 @@ class DenseExperts(nnx.Module):
         expert_weights: Float32[Array, "T top_k"],
         pool: UInt32[Array, "num_frames frame_words"],
         pages: Pages | None,
+        layer: Int32[Array, ""],
     ) -> Float[Array, "T D"]:
-        """Computes the routed sum; ``pool`` and ``pages`` are not read."""
-        del pool, pages
+        """Computes the routed sum; only tokens and routing are read."""
+        del pool, pages, layer
 
         def one_expert(
             total: Array, expert: tuple[Array, Array, Array]
@@ -157,11 +158,18 @@ class SideTableShapes:
     def tables(self, num_experts: int, n: int, k: int, group_size: int) -> SideTables:
         """Returns zero tables of the right shapes for one block of all experts."""
         if self.format == "affine":
-            shape = (num_experts, k // group_size, n)
-            zeros = jnp.zeros(shape, jnp.float16)
-            return AffineTables(scale=zeros, zero=zeros)
+            zeros = jnp.zeros((num_experts, k // group_size, n), jnp.float16)
+            return AffineTables.from_parts(scale=zeros, zero=zeros)
         entries = 2 ** (self.parent_bits + 1) - 2**self.seed_bits
         return CodebookTables(lut=jnp.zeros((num_experts, n, entries), jnp.float16))
+
+
+class SideTableParam(nnx.Param):
+    """Side tables of the paged experts of all layers of a run.
+
+    A type of its own, so that a scan over layers can leave them whole: the kernels
+    take the layer as data, and slicing would copy megabytes in every layer.
+    """
 
 
 class PagedExperts(nnx.Module):
@@ -180,8 +188,8 @@ class PagedExperts(nnx.Module):
         up_group, down_group = shapes.group_size
         up = shapes.tables(num_experts, 2 * expert_width, width, up_group)
         down = shapes.tables(num_experts, width, expert_width, down_group)
-        self.gate_up = nnx.Param(up)
-        self.down = nnx.Param(down)
+        self.gate_up = SideTableParam(up)
+        self.down = SideTableParam(down)
         self.activation: Activation = activation
         self.implementation: Implementation | None = implementation
 
@@ -192,8 +200,13 @@ class PagedExperts(nnx.Module):
         expert_weights: Float32[Array, "T top_k"],
         pool: UInt32[Array, "num_frames frame_words"],
         pages: Pages | None,
+        layer: Int32[Array, ""],
     ) -> Float[Array, "T D"]:
-        """Computes the routed sum from planes; ``pages`` are those of this layer."""
+        """Computes the routed sum from planes.
+
+        The side tables are those of all layers of the run, and so are ``pages``;
+        ``layer`` says which to read.
+        """
         if pages is None:
             raise ValueError("PagedExperts got no pages; pass ModelInputs.pages")
         return fused_moe(
@@ -205,6 +218,7 @@ class PagedExperts(nnx.Module):
             pages.bits,
             self.gate_up.get_value(),
             self.down.get_value(),
+            layer,
             activation=self.activation,
             implementation=self.implementation,
         )

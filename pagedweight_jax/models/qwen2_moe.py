@@ -33,6 +33,7 @@ from pagedweight_jax.models.moe import (
     DenseExperts,
     PagedExperts,
     Router,
+    SideTableParam,
     SideTableShapes,
     routing_counts,
 )
@@ -89,11 +90,18 @@ class SparseMoe(nnx.Module):
         self.shared_expert_gate = Linear(width, 1, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "T D"], context: StepContext, pages: Pages | None
+        self,
+        x: Float[Array, "T D"],
+        context: StepContext,
+        pages: Pages | None,
+        layer: Int32[Array, ""],
     ) -> tuple[Float[Array, "T D"], RoutingCounts]:
-        """Returns routed plus shared output, and what the routing looked like."""
+        """Returns routed plus shared output, and what the routing looked like.
+
+        ``pages`` are those of all layers of the run, and ``layer`` is the place in it.
+        """
         ids, shares = self.gate(x, context.valid)
-        routed = self.experts(x, ids, shares, context.inputs.pool, pages)
+        routed = self.experts(x, ids, shares, context.inputs.pool, pages, layer)
         shared = jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         counts = routing_counts(x, ids, context.valid, self.gate.weight.shape[0])
         if context.collect_moments and isinstance(self.experts, DenseExperts):
@@ -143,23 +151,27 @@ class DecoderLayer(nnx.Module):
         self,
         x: Float[Array, "T D"],
         context: StepContext,
+        first: int,
         layer: Int32[Array, ""],
         pages: Pages | None,
     ) -> tuple[Float[Array, "T D"], UInt32[Array, "T row_words"], RoutingCounts | None]:
-        """Returns the new stream, fresh key-value rows and (if routed) counts."""
+        """Returns the new stream, fresh key-value rows and (if routed) counts.
+
+        ``layer`` is the place in the run, whose first layer is number ``first``.
+        """
         inputs = context.inputs
         attended, fresh = self.self_attn(
             self.input_layernorm(x),
             inputs.rows,
             tuple(t.shape[1] for t in inputs.tokens),
             inputs.pool,
-            layer,
+            first + layer,
             context.layout,
         )
         x = x + attended
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, SparseMoe):
-            y, counts = self.mlp(normed, context, pages)
+            y, counts = self.mlp(normed, context, pages, layer)
             return x + y, fresh, counts
         return x + self.mlp(normed), fresh, None
 
@@ -272,18 +284,21 @@ def _scan(
     length: int,
     pages: Pages | None,
 ) -> tuple[Array, tuple[Array, RoutingCounts | None]]:
-    """Runs a stack of equal layers; ``first`` is the number of the first one."""
-    graphdef, state = nnx.split(layers)
+    """Runs a stack of equal layers; ``first`` is the number of the first one.
+
+    Pages and side tables are not cut: every layer sees all of them and its number.
+    """
+    graphdef, tables, state = nnx.split(layers, SideTableParam, ...)
 
     def body(
-        x: Array, layer: tuple[nnx.State, Array, Pages | None]
+        x: Array, layer: tuple[nnx.State, Array]
     ) -> tuple[Array, tuple[Array, RoutingCounts | None]]:
-        state, index, pages = layer
-        x, fresh, counts = nnx.merge(graphdef, state)(x, context, index, pages)
+        state, number = layer
+        module = nnx.merge(graphdef, tables, state)
+        x, fresh, counts = module(x, context, first, number, pages)
         return x, (fresh, counts)
 
-    numbers = jnp.arange(first, first + length, dtype=jnp.int32)
-    return lax.scan(body, x, (state, numbers, pages))
+    return lax.scan(body, x, (state, jnp.arange(length, dtype=jnp.int32)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,8 +91,8 @@ def _table_shapes(checkpoint: Checkpoint) -> SideTableShapes:
     group_size = (0, 0)
     if isinstance(layer.gate_up, AffineTables) and isinstance(layer.down, AffineTables):
         group_size = (
-            config.hidden_size // layer.gate_up.scale.shape[-2],
-            config.expert_width // layer.down.scale.shape[-2],
+            config.hidden_size // layer.gate_up.num_groups,
+            config.expert_width // layer.down.num_groups,
         )
     return SideTableShapes(
         format=form.name,

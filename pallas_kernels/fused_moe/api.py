@@ -3,6 +3,7 @@
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels import bitplane
@@ -26,10 +27,11 @@ def fused_moe(
     expert_ids: Int32[Array, "T top_k"],
     expert_weights: Float32[Array, "T top_k"],
     pool: UInt32[Array, "num_frames frame_words"],
-    frames: Int32[Array, "E 3 parent_bits frames_per_plane"],
-    bits: Int32[Array, "E 2"],
+    frames: Int32[Array, "L E 3 parent_bits frames_per_plane"],
+    bits: Int32[Array, "L E 2"],
     gate_up: SideTables,
     down: SideTables,
+    layer: Int32[Array, ""] | int,
     *,
     activation: Activation = "silu",
     implementation: Implementation | None = None,
@@ -37,7 +39,9 @@ def fused_moe(
     """Computes ``sum_k w_k down_k(act(gate_k x) * up_k x)`` with paged experts.
 
     Each (expert, block) is read at its own number of bits through the page table, so
-    a change of precision is a change of data: nothing is traced again.
+    a change of precision is a change of data: nothing is traced again. Pages and side
+    tables of all layers come as they are and the layer is data, so that a scan over
+    layers copies none of them.
 
     Args:
       x: tokens.
@@ -49,8 +53,9 @@ def fused_moe(
         order), most significant plane first; a plane is cut into
         ``frames_per_plane`` equal runs of words. Absent planes name frame 0.
       bits: committed bits of gate_up and down; only so many planes are read.
-      gate_up: side tables of all experts, rows ``0..F-1`` gate and ``F..2F-1`` up.
-      down: side tables of all experts, ``D`` rows.
+      gate_up: side tables ``[L, E, ...]``, rows ``0..F-1`` gate and ``F..2F-1`` up.
+      down: side tables ``[L, E, ...]``, ``D`` rows.
+      layer: which of the L layers.
       activation: of the gate branch.
       implementation: None chooses by device: Mosaic GPU on Hopper, else the reference.
     Returns:
@@ -61,6 +66,7 @@ def fused_moe(
     _check(x, pool, frames, gate_up, down)
     implementation = implementation or default_implementation()
     args = (x, expert_ids, expert_weights, pool, frames, bits, gate_up, down)
+    args = (*args, jnp.asarray(layer, jnp.int32))
     if implementation == "reference":
         return reference.fused_moe(*args, activation=activation)
     from pallas_kernels.fused_moe import mosaic_gpu  # only where it can be lowered
@@ -82,10 +88,10 @@ def _check(
             f"x has width {width} but the down tables have {down.num_rows} rows;"
             " they must be equal"
         )
-    if frames.shape[3] * pool.shape[1] != words:
+    if frames.shape[4] * pool.shape[1] != words:
         raise ValueError(
             f"a plane of [{expert_width}, {width}] is {words} words but"
-            f" {frames.shape[3]} frames of {pool.shape[1]} words hold"
-            f" {frames.shape[3] * pool.shape[1]}; choose frame_words ="
+            f" {frames.shape[4]} frames of {pool.shape[1]} words hold"
+            f" {frames.shape[4] * pool.shape[1]}; choose frame_words ="
             f" {words} / frames_per_plane"
         )

@@ -164,10 +164,11 @@ def fused_moe(
     expert_ids: Int32[Array, "T top_k"],
     expert_weights: Float32[Array, "T top_k"],
     pool: UInt32[Array, "num_frames frame_words"],
-    frames: Int32[Array, "E 3 parent_bits frames_per_plane"],
-    bits: Int32[Array, "E 2"],
+    frames: Int32[Array, "L E 3 parent_bits frames_per_plane"],
+    bits: Int32[Array, "L E 2"],
     gate_up: SideTables,
     down: SideTables,
+    layer: Int32[Array, ""],
     *,
     activation: Activation = "silu",
     interpret: bool = False,
@@ -194,6 +195,8 @@ def fused_moe(
       ValueError: if a frame does not hold whole 64-row tiles.
       NotImplementedError: if groups of columns are not made of 64-column tiles.
     """
+    frames, bits = frames[layer], bits[layer]
+    gate_up, down = jax.tree.map(lambda t: t[layer], (gate_up, down))
     num_experts, _, parent_bits, frames_per_plane = frames.shape
     width, expert_width = x.shape[1], gate_up.num_rows // 2
     for n, k, tables in ((expert_width, width, gate_up), (width, expert_width, down)):
@@ -340,7 +343,7 @@ def _paged_linear(
         pool.reshape(pool.shape[0], tiles_per_frame * chunks, 128 * v),
         frames,
         bits,
-        *jax.tree.leaves(tables),
+        *[getattr(tables, part) for part in tables.parts],
     )
 
 
@@ -439,7 +442,7 @@ def _tile_format(
             interpret=interpret,
         )
     assert isinstance(tables, AffineTables)
-    group_size = k // tables.scale.shape[-2]
+    group_size = k // tables.num_groups
     if group_size % TILE:
         raise NotImplementedError(
             f"groups of {group_size} columns are not made of {TILE}-column tiles;"

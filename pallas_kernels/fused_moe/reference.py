@@ -66,16 +66,17 @@ def fused_moe(
     expert_ids: Int32[Array, "T top_k"],
     expert_weights: Float32[Array, "T top_k"],
     pool: UInt32[Array, "num_frames frame_words"],
-    frames: Int32[Array, "E 3 parent_bits frames_per_plane"],
-    bits: Int32[Array, "E 2"],
+    frames: Int32[Array, "L E 3 parent_bits frames_per_plane"],
+    bits: Int32[Array, "L E 2"],
     gate_up: SideTables,
     down: SideTables,
+    layer: Int32[Array, ""],
     *,
     activation: Activation = "silu",
 ) -> Float[Array, "T D"]:
     """Computes the routed experts; see `pallas_kernels.fused_moe.fused_moe`."""
     num_tokens, width = x.shape
-    num_experts, _, parent_bits, _ = frames.shape
+    _, num_experts, _, parent_bits, _ = frames.shape
     expert_width = gate_up.num_rows // 2
     top_k = expert_ids.shape[1]
     act = activation_function(activation)
@@ -91,10 +92,13 @@ def fused_moe(
     pair_weights = expert_weights.reshape(-1)
 
     def weights(e: Array, block: int, tables: SideTables, k: int) -> Array:
-        linears = frames[e, :2] if block == 0 else frames[e, 2:]
+        linears = frames[layer, e, :2] if block == 0 else frames[layer, e, 2:]
         planes = pool[linears].reshape(len(linears), parent_bits, -1)
         return dequantize(
-            planes, bits[e, block], jax.tree.map(lambda t: t[e], tables), k
+            planes,
+            bits[layer, e, block],
+            jax.tree.map(lambda t: t[layer, e], tables),
+            k,
         )
 
     def one_expert(i: Array, out: Array) -> Array:

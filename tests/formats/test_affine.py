@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from pagedweight_jax.formats import AffineFormat, affine
 
-SHAPE = (8, 128)
+SHAPE = (64, 128)
 
 
 def cell(w: float, scale: float, zero: float, bits: int) -> int:
@@ -41,7 +41,7 @@ def loop_ranges(w, form: AffineFormat):
 @given(seed=seeds)
 def test_no_range_of_the_grid_is_better(seed: int):
     form = AffineFormat(seed_bits=2, parent_bits=5, group_size=64)
-    w, h = random_weights(seed, (1, 64)), random_importance(seed, (1, 64))
+    w, h = random_weights(seed, (64, 64)), random_importance(seed, (64, 64))
     codes, tables = form.quantize(w, h)
     chosen = float(tables.scale[0, 0]), float(tables.zero[0, 0])
     came = loop_error(w[0], h[0], *chosen, form)
@@ -63,7 +63,7 @@ def test_values_on_the_levels_are_kept(seed: int):
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 32, SHAPE)
     codes[:, 0], codes[:, -1] = 0, 31  # the whole range is used
-    scale = np.float16(rng.uniform(0.01, 1, (8, 1))).astype(np.float32)
+    scale = np.float16(rng.uniform(0.01, 1, (64, 1))).astype(np.float32)
     w = scale * ((codes + 0.5) / 32 - 0.5).astype(np.float32)
     came, tables = form.quantize(w)
     np.testing.assert_array_equal(came, codes)

@@ -51,7 +51,9 @@ def test_dense_experts_compute_the_weighted_sum_of_the_chosen_ones():
     for t, e, w in _visits(ids, weights):
         wanted[t] += w * (down[e] @ hidden(module, x[t], e))
     none = jnp.zeros((1, 1), jnp.uint32)
-    got = module(jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights), none, None)
+    got = module(
+        jnp.asarray(x), jnp.asarray(ids), jnp.asarray(weights), none, None, jnp.int32(0)
+    )
     np.testing.assert_allclose(got, wanted, atol=1e-5, rtol=0)
     assert not np.asarray(got)[-2:].any(), "tokens without an expert got something"
 
@@ -122,4 +124,4 @@ def test_paged_experts_without_pages_say_what_is_missing():
     )
     x, ids, weights = map(jnp.asarray, inputs())
     with pytest.raises(ValueError, match=r"pass ModelInputs\.pages"):
-        module(x, ids, weights, jnp.zeros((1, 1), jnp.uint32), None)
+        module(x, ids, weights, jnp.zeros((1, 1), jnp.uint32), None, jnp.int32(0))

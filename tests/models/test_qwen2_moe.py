@@ -210,7 +210,7 @@ def test_each_layer_and_its_routing_equal_hugging_face(name, served):
             np.testing.assert_allclose(
                 weights, reference[f"topw_{number}"], atol=1e-6, rtol=0
             )
-        y, _, counts = layer(x, context, index, None)
+        y, _, counts = layer(x, context, number, jnp.int32(0), None)
         if counts is not None:
             wanted = np.bincount(reference[f"topk_{number}"].ravel(), minlength=8)
             assert counts.tokens.tolist() == wanted.tolist()

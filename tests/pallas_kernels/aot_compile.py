@@ -55,19 +55,21 @@ def arguments(spec, format, num_tokens, dtype, sharding):
     def tables(n, k):
         if format == "codebook":
             entries = 2 ** (spec.parent_bits + 1) - 2**spec.seed_bits
-            return CodebookTables(lut=array((e, n, entries), "float16"))
-        half = array((e, k // spec.group_size, n), "float16")
-        return AffineTables(scale=half, zero=half)
+            return CodebookTables(lut=array((2, e, n, entries), "float16"))
+        return AffineTables(
+            words=array((2, e, n // 64, k // spec.group_size, 64), "uint32")
+        )
 
     return (
         array((num_tokens, d), dtype),
         array((num_tokens, spec.top_k), "int32"),
         array((num_tokens, spec.top_k), "float32"),
         array((num_frames, d * f // 32 // parts), "uint32"),
-        array((e, 3, spec.parent_bits, parts), "int32"),
-        array((e, 2), "int32"),
+        array((2, e, 3, spec.parent_bits, parts), "int32"),
+        array((2, e, 2), "int32"),
         tables(2 * f, d),
         tables(d, f),
+        array((), "int32"),
     )
 
 

@@ -4,8 +4,8 @@ from typing import Literal
 
 import numpy as np
 
-from pallas_kernels.side_tables import AffineTables, SideTables
-from pallas_kernels.testing import MoeProblem
+from pallas_kernels.side_tables import AffineTables, RefinedTables, SideTables
+from pallas_kernels.testing import LAYER, MoeProblem
 
 
 def weights(
@@ -15,11 +15,19 @@ def weights(
     code = codes.astype(np.int64) >> (parent_bits - bits)
     n, k = code.shape
     if isinstance(tables, AffineTables):
-        scale = np.asarray(tables.scale[e], np.float64).T  # [n, groups]
-        zero = np.asarray(tables.zero[e], np.float64).T
+        scale = np.asarray(tables.scale[LAYER, e], np.float64).T  # [n, groups]
+        zero = np.asarray(tables.zero[LAYER, e], np.float64).T
         group = np.arange(k) // (k // scale.shape[1])
         return scale[:, group] * (code + 0.5) / 2**bits + zero[:, group]
-    lut = np.asarray(tables.lut[e], np.float64)
+    if isinstance(tables, RefinedTables):
+        center = np.asarray(tables.center[LAYER, e], np.float64)  # [clusters, n]
+        width = np.asarray(tables.width[LAYER, e], np.float64)
+        cells = 2**bits // len(center)
+        place = code // cells, np.arange(n)[:, None]
+        rest = (code % cells + 0.5) / cells
+        value = center[place] + width[place] * (rest - 0.5)
+        return value.astype(np.float16).astype(np.float64)
+    lut = np.asarray(tables.lut[LAYER, e], np.float64)
     seed_entries = 2 ** (parent_bits + 1) - lut.shape[1]
     return lut[np.arange(n)[:, None], 2**bits - seed_entries + code]
 
@@ -36,7 +44,7 @@ def routed_experts(
     parent_bits, f = problem.spec.parent_bits, problem.spec.expert_width
     x, out = np.asarray(problem.x, np.float64), np.zeros(problem.x.shape)
     ids, factors = np.asarray(problem.expert_ids), np.asarray(problem.expert_weights)
-    bits = np.asarray(problem.bits)
+    bits = np.asarray(problem.bits[LAYER])
     for e in range(problem.spec.num_experts):
         if not np.any(ids == e):
             continue
