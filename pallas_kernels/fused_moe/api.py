@@ -1,5 +1,7 @@
 """The public face of the fused MoE kernel: argument checks and choice of kernel."""
 
+import functools
+import logging
 from typing import Literal
 
 import jax
@@ -58,15 +60,29 @@ def fused_moe(
       layer: which of the L layers.
       activation: of the gate branch.
       implementation: None chooses by device: Mosaic GPU on Hopper, else the reference.
+        Where the kernel does not fit the arguments, None takes the reference, too, and
+        the log tells so once.
     Returns:
       The routed sum, in the type of ``x``.
     Raises:
       ValueError: if the shapes do not fit each other.
+      NotImplementedError: if the implementation that was asked for does not fit.
     """
     _check(x, pool, frames, gate_up, down)
-    implementation = implementation or default_implementation()
     args = (x, expert_ids, expert_weights, pool, frames, bits, gate_up, down)
     args = (*args, jnp.asarray(layer, jnp.int32))
+    if implementation is None:
+        try:
+            return _run(default_implementation(), args, activation)
+        except NotImplementedError as error:
+            _tell_once(str(error))
+            implementation = "reference"
+    return _run(implementation, args, activation)
+
+
+def _run(
+    implementation: Implementation, args: tuple, activation: Activation
+) -> Float[Array, "T D"]:
     if implementation == "reference":
         return reference.fused_moe(*args, activation=activation)
     from pallas_kernels.fused_moe import mosaic_gpu  # only where it can be lowered
@@ -75,6 +91,13 @@ def fused_moe(
         *args,
         activation=activation,
         interpret=implementation == "mosaic_gpu_interpret",
+    )
+
+
+@functools.cache
+def _tell_once(reason: str) -> None:
+    logging.getLogger(__name__).warning(
+        "fused_moe runs as plain JAX, which is slow on a GPU: %s", reason
     )
 
 

@@ -13,7 +13,7 @@ class MoeSpec:
     top_k: int
     group_size: int = 128  # columns that share an affine scale; must divide D and F
     parent_bits: int = 8
-    seed_bits: int = 3  # fewest bits of a codebook
+    seed_bits: int = 3  # fewest bits of codebook and refined
     frames_per_plane: int = 1
 
 

@@ -11,6 +11,9 @@ other layer by layer and fill as many whole frames as they need:
 So a block is the only unit that is allocated, it is made of the same frames as expert
 planes, and a freed block is at once free for planes: nothing fragments. What is left
 over at the end of each frame and of the last frame is the waste.
+
+float8_e4m3fn has 3 bits behind the point and a largest value of 448; keys and values
+are stored as they are (scale 1), and what is larger becomes 448. A NaN stays a NaN.
 """
 
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt32
 
-KvDtype = Literal["bfloat16", "float32"]
+KvDtype = Literal["bfloat16", "float32", "float8_e4m3fn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class KvLayout:
     @property
     def values_per_word(self) -> int:
         """Values packed in one uint32 word."""
-        return 2 if self.dtype == "bfloat16" else 1
+        return 4 // jnp.dtype(self.dtype).itemsize
 
     @property
     def row_words(self) -> int:
@@ -67,6 +70,14 @@ class KvLayout:
         return self.frames_per_block * self.frame_words * 4
 
 
+def stored(x: Float[Array, "*shape"], dtype: KvDtype) -> Float[Array, "*shape"]:
+    """Rounds keys or values as a block stores them; float8 saturates."""
+    if dtype == "float8_e4m3fn":
+        limit = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -limit, limit)
+    return x.astype(dtype)
+
+
 def pack_rows(
     k: Float[Array, "*batch kv_heads head_dim"],
     v: Float[Array, "*batch kv_heads head_dim"],
@@ -74,7 +85,7 @@ def pack_rows(
 ) -> UInt32[Array, "*batch row_words"]:
     """Packs keys and values as rows: all of the key, then all of the value."""
     batch = k.shape[:-2]
-    row = jnp.stack([k, v], axis=-3).astype(layout.dtype)
+    row = stored(jnp.stack([k, v], axis=-3), layout.dtype)
     row = row.reshape(*batch, layout.row_words, layout.values_per_word)
     if layout.values_per_word == 1:
         row = row[..., 0]

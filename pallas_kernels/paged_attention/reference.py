@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
-from pallas_kernels.paged_attention.layout import KvLayout, row_address, unpack_rows
+from pallas_kernels.paged_attention.layout import (
+    KvLayout,
+    row_address,
+    stored,
+    unpack_rows,
+)
 from pallas_kernels.paged_attention.rows import Rows
 
 _CHUNK_TOKENS = 128
@@ -126,7 +131,7 @@ def paged_attention(
         state = lax.fori_loop(0, num_chunks, cached_chunk, state)
 
     # What decode reads back from the pool has been rounded: round the fresh ones alike.
-    k, v = k.astype(layout.dtype), v.astype(layout.dtype)
+    k, v = stored(k, layout.dtype), stored(v, layout.dtype)
     if num_queries == 1:
         own = (rows.lengths > 0)[:, None, None]
         state = _fold(state, queries, k, v, own)

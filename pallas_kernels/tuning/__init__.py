@@ -94,6 +94,7 @@ def tuned[C](
     values = lookup(kernel, device_kind, key, folder=folder)
     if values is None:
         return None
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     try:
         return config_type(**values)
     except TypeError:

@@ -15,7 +15,7 @@ import pytest
 from moe_oracle import routed_experts
 
 from pallas_kernels import testing
-from pallas_kernels.fused_moe import arg_specs, fused_moe, mosaic_gpu
+from pallas_kernels.fused_moe import arg_specs, fused_moe
 from pallas_kernels.fused_moe.arg_specs import MoeSpec
 
 SMALL = MoeSpec(
@@ -198,33 +198,6 @@ def test_precision_is_data(implementation):
         problem = testing.make_moe_problem(rng, TINY, "affine", num_tokens=4, bits=bits)
         run(*problem.args)
     assert run._cache_size() == 1
-
-
-def test_tiles_hold_every_pair_once():
-    make_tiles = jax.jit(mosaic_gpu.make_tiles, static_argnums=(1, 2))
-    rng = np.random.default_rng(0)
-    for tokens_per_tile, num_tokens in itertools.product([8, 16], [1, 5, 40]):
-        ids = rng.integers(0, 7, (num_tokens, 3)).astype(np.int32)  # 6 is padding
-        tiles = make_tiles(jnp.asarray(ids), 6, tokens_per_tile)
-        slots, valid = np.asarray(tiles.slots), np.asarray(tiles.valid)
-        np.testing.assert_array_equal(valid, ids < 6)
-        assert len(set(slots[valid])) == valid.sum()
-        token, experts = np.asarray(tiles.tokens).reshape(-1), np.asarray(tiles.experts)
-        assert (token < num_tokens).sum() == valid.sum()
-        for t, k in zip(*np.nonzero(valid), strict=True):
-            assert token[slots[t, k]] == t
-            assert experts[slots[t, k] // tokens_per_tile] == ids[t, k]
-
-
-@pytest.mark.parametrize(("num_pairs", "num_experts"), [(1, 4), (9, 2), (40, 3)])
-def test_the_bound_on_tiles_is_reached_and_never_passed(num_pairs, num_experts):
-    """All ways to spread the pairs; the worst has most tiles with one token more."""
-    worst = 0
-    for counts in itertools.product(range(num_pairs + 1), repeat=num_experts - 1):
-        rest = num_pairs - sum(counts)
-        if rest >= 0:
-            worst = max(worst, sum(-(-c // 8) for c in (*counts, rest)))
-    assert worst == mosaic_gpu.max_tiles(num_pairs, num_experts, 8)
 
 
 def test_a_frame_that_cuts_a_tile_is_refused():

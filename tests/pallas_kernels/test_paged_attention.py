@@ -1,173 +1,61 @@
-"""Paged attention against an oracle in NumPy: float64, one query after the other.
+"""Paged attention, every implementation, against an oracle in NumPy."""
 
-The pool is full of random words where no token was written, as a pool is whose frames
-held expert planes before: read as keys and values they may be NaN.
-"""
-
+import dataclasses
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_oracle import (
+    NUM_LAYERS,
+    SCALE,
+    Row,
+    check_used,
+    make_layout,
+    make_step,
+    oracle,
+)
 
-from pallas_kernels.paged_attention import KvLayout, Rows, paged_attention
+from pallas_kernels.paged_attention import KvLayout, paged_attention
 from pallas_kernels.paged_attention.layout import pack_rows, row_address, unpack_rows
+from pallas_kernels.paged_attention.support import HEAD_DIMS
 
-NUM_LAYERS, BLOCK_SIZE, SCALE = 3, 8, 0.3
 TOLERANCE = 2e-5  # float32 sums in another order; the oracle rounds keys and values too
+# Results are bfloat16; the kernel rounds weights to it, or to fp16.
+ROUNDED_TOLERANCE = 2**-7
 
-
-def make_layout(dtype="float32", rows_per_frame=5, kv_heads=2, head_dim=16):
-    """Five rows a frame and 24 a block: layers straddle frames."""
-    row_words = 2 * kv_heads * head_dim // (2 if dtype == "bfloat16" else 1)
-    return KvLayout(
-        num_layers=NUM_LAYERS,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=BLOCK_SIZE,
-        dtype=dtype,
-        frame_words=rows_per_frame * row_words + 3,  # and a waste at the end
-    )
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the step: which sequence, and how many tokens of it are fresh before."""
-
-    sequence: int
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step's arguments, and the keys and values of every sequence [S, heads, H]."""
-
-    q: np.ndarray
-    rows: list[Row]
-    cached: list[int]
-    keys: list[np.ndarray]
-    values: list[np.ndarray]
-    args: tuple
-
-
-def rounded(x, dtype):
-    return np.asarray(jnp.asarray(x, dtype).astype(jnp.float32), np.float64)
-
-
-def make_step(layout, cached, rows, num_queries, layer, heads=4, seed=0):
-    """Writes the cached tokens of each sequence into random frames of a random pool."""
-    rng = np.random.default_rng(seed)
-    per_block = layout.frames_per_block
-    max_blocks = max(1, max(-(-c // BLOCK_SIZE) for c in cached))
-    num_frames = 1 + len(cached) * max_blocks * per_block
-    pool = rng.integers(0, 2**32, (num_frames, layout.frame_words), np.uint32)
-    frames = rng.permutation(np.arange(1, num_frames)).astype(np.int32)
-    frames = frames.reshape(len(cached), max_blocks, per_block)
-
-    size = (layout.num_kv_heads, layout.head_dim)
-    ends = [
-        max([r.start + r.length for r in rows if r.sequence == s], default=0)
-        for s in range(len(cached))
-    ]
-    keys, values = (
-        [
-            rng.standard_normal((max(c, e), *size))
-            for c, e in zip(cached, ends, strict=True)
-        ]
-        for _ in range(2)
-    )
-    itemsize = 2 if layout.dtype == "bfloat16" else 4
-    for s, tokens in enumerate(cached):
-        for t in range(tokens):
-            for at_layer in range(NUM_LAYERS):
-                right = at_layer == layer  # the other layers hold something else
-                pair = [
-                    x[s][t] if right else rng.standard_normal(size)
-                    for x in (keys, values)
-                ]
-                words = np.stack(pair).astype(jnp.dtype(layout.dtype)).reshape(-1)
-                assert words.nbytes == 2 * np.prod(size) * itemsize
-                row = at_layer * BLOCK_SIZE + t % BLOCK_SIZE
-                frame = frames[s, t // BLOCK_SIZE, row // layout.rows_per_frame]
-                at = row % layout.rows_per_frame * layout.row_words
-                pool[frame, at : at + layout.row_words] = words.view(np.uint32)
-
-    q = rng.standard_normal((len(rows), num_queries, heads, layout.head_dim))
-    fresh = rng.standard_normal((2, len(rows), num_queries, *size))
-    for r, row in enumerate(rows):
-        for i in range(row.length):
-            fresh[:, r, i] = (
-                keys[row.sequence][row.start + i],
-                values[row.sequence][row.start + i],
-            )
-    table = Rows(
-        starts=jnp.asarray([r.start for r in rows], jnp.int32),
-        lengths=jnp.asarray([r.length for r in rows], jnp.int32),
-        cached=jnp.asarray(
-            [cached[r.sequence] if r.length else 0 for r in rows], jnp.int32
-        ),
-        sequences=jnp.asarray(
-            [r.sequence if r.length else -1 for r in rows], jnp.int32
-        ),
-        block_frames=jnp.asarray(
-            np.stack([frames[r.sequence] * (r.length > 0) for r in rows])
-        ),
-    )
-    args = (
-        *(jnp.asarray(x, jnp.float32) for x in (q, *fresh)),
-        jnp.asarray(pool),
-        table,
-        jnp.int32(layer),
-    )
-    return Step(q=q, rows=rows, cached=cached, keys=keys, values=values, args=args)
-
-
-def oracle(step, layout, window):
-    """Softmax over the tokens that each query may see."""
-    out = np.zeros(step.q.shape)
-    groups = step.q.shape[2] // layout.num_kv_heads
-    for r, row in enumerate(step.rows):
-        keys, values = (
-            rounded(x[row.sequence], layout.dtype) for x in (step.keys, step.values)
-        )
-        for i in range(row.length):
-            position = row.start + i
-            first = 0 if window is None else max(0, position - window + 1)
-            seen = slice(first, position + 1)
-            for n in range(step.q.shape[2]):
-                scores = keys[seen, n // groups] @ step.q[r, i, n] * SCALE
-                weights = np.exp(scores - scores.max())
-                out[r, i, n] = weights / weights.sum() @ values[seen, n // groups]
-    return out
+KERNELS = pytest.mark.parametrize(
+    "implementation",
+    [
+        "mosaic_gpu_interpret",
+        pytest.param("mosaic_gpu", marks=pytest.mark.gpu),
+    ],
+)
+STORED = pytest.mark.parametrize("stored", ["bfloat16", "float8_e4m3fn"])
 
 
 @functools.cache
-def jitted(layout, window):
+def jitted(layout, window, implementation="reference"):
     return jax.jit(
-        functools.partial(paged_attention, layout=layout, scale=SCALE, window=window)
+        functools.partial(
+            paged_attention,
+            layout=layout,
+            scale=SCALE,
+            window=window,
+            implementation=implementation,
+        )
     )
 
 
-def check(step, layout, window=None):
-    actual = np.asarray(jitted(layout, window)(*step.args))
-    expected = oracle(step, layout, window)
-    for r, row in enumerate(step.rows):
-        if row.length == 0:
-            np.testing.assert_array_equal(actual[r], 0, f"unused row {r}")
-        used = slice(0, row.length)
-        np.testing.assert_allclose(
-            actual[r, used],
-            expected[r, used],
-            rtol=TOLERANCE,
-            atol=TOLERANCE,
-            err_msg=f"row {r}: {row}, window={window}, {layout}",
-        )
+def check(step, layout, window=None, implementation="reference"):
+    tolerance = TOLERANCE if implementation == "reference" else ROUNDED_TOLERANCE
+    actual = jitted(layout, window, implementation)(*step.args)
+    assert actual.dtype == step.args[0].dtype
+    check_used(np.asarray(actual, np.float64), step, layout, window, tolerance)
 
 
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 WINDOWS = pytest.mark.parametrize("window", [None, 1, 7, 200])
 
 
@@ -220,13 +108,7 @@ def test_a_sequence_without_blocks_is_its_fresh_tokens():
     layout = make_layout()
     step = make_step(layout, [0], [Row(0, 0, 4)], 4, layer=0)
     q, k, v, pool, rows, layer = step.args
-    no_blocks = Rows(
-        starts=rows.starts,
-        lengths=rows.lengths,
-        cached=rows.cached,
-        sequences=rows.sequences,
-        block_frames=rows.block_frames[:, :0],
-    )
+    no_blocks = dataclasses.replace(rows, block_frames=rows.block_frames[:, :0])
     actual = jitted(layout, None)(q, k, v, pool, no_blocks, layer)
     np.testing.assert_allclose(actual, oracle(step, layout, None), atol=TOLERANCE)
 
@@ -240,8 +122,16 @@ def test_unpacked_rows_are_the_packed_ones(dtype):
     words = pack_rows(k, v, layout)
     assert words.shape == (3, layout.row_words)
     back = unpack_rows(words, layout)
-    np.testing.assert_array_equal(back[0], k)
-    np.testing.assert_array_equal(back[1], v)
+    for x, y in zip(back, (k, v), strict=True):
+        np.testing.assert_array_equal(x.astype(jnp.float32), y.astype(jnp.float32))
+
+
+def test_float8_saturates_and_keeps_nan():
+    layout = make_layout("float8_e4m3fn", kv_heads=1)
+    k = jnp.asarray([1e9, -449.0, 448.0, jnp.nan] * 4)[None, None]
+    back, _ = unpack_rows(pack_rows(k, k, layout), layout)
+    expected = [448.0, -448.0, 448.0, np.nan] * 4
+    np.testing.assert_array_equal(back[0, 0].astype(jnp.float32), expected)
 
 
 @pytest.mark.parametrize("rows_per_frame", [1, 5, 24])
@@ -249,9 +139,9 @@ def test_no_two_rows_of_a_block_share_a_word(rows_per_frame):
     layout = make_layout("bfloat16", rows_per_frame)
     frames = jnp.arange(layout.frames_per_block, dtype=jnp.int32)
     taken = np.zeros((layout.frames_per_block, layout.frame_words), bool)
-    tokens = jnp.arange(BLOCK_SIZE, dtype=jnp.int32)
+    tokens = jnp.arange(8, dtype=jnp.int32)
     for layer in range(NUM_LAYERS):
-        where = jnp.broadcast_to(frames[None], (BLOCK_SIZE, frames.size))
+        where = jnp.broadcast_to(frames[None], (8, frames.size))
         for frame, word in zip(*row_address(where, tokens, layer, layout), strict=True):
             row = taken[int(frame), int(word) : int(word) + layout.row_words]
             assert row.size == layout.row_words
@@ -276,3 +166,106 @@ def test_heads_that_cannot_be_shared_are_refused():
     step = make_step(layout, [1], [Row(0, 1, 1)], 1, layer=0, heads=3)
     with pytest.raises(ValueError, match="3 query heads cannot share 2"):
         jitted(layout, None)(*step.args)
+
+
+# ---- the kernel for one query a row -------------------------------------------------
+
+
+def decode_step(layout, cached, heads, layer=1):
+    """One row for each length, and one that is not used."""
+    rows = [Row(s, c, 1) for s, c in enumerate(cached)] + [Row(0, 0, 0)]
+    return make_step(
+        layout, cached, rows, 1, layer=layer, heads=heads, dtype="bfloat16"
+    )
+
+
+def decode_layout(stored, head_dim=64, kv_heads=1, rows_per_frame=7, **rest):
+    return make_layout(stored, rows_per_frame, kv_heads, head_dim, waste=4, **rest)
+
+
+@KERNELS
+@STORED
+@pytest.mark.parametrize("window", [None, 70])
+def test_decode_of_any_length(implementation, stored, window):
+    layout = decode_layout(stored)
+    step = decode_step(layout, [0, 1, 15, 16, 17, 63, 64, 300], heads=2)
+    check(step, layout, window, implementation)
+
+
+@KERNELS
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (9, 1)])
+def test_decode_shares_key_value_heads(implementation, heads, kv_heads):
+    layout = decode_layout("bfloat16", kv_heads=kv_heads)
+    check(decode_step(layout, [20], heads), layout, None, implementation)
+
+
+@pytest.mark.gpu
+@STORED
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (16, 2)])
+def test_decode_of_every_head(stored, head_dim, heads, kv_heads):
+    layout = decode_layout(stored, head_dim, kv_heads, block_size=16)
+    for cached in ([90], [0, 16, 1000, 130, 5]):  # with many splits and with fewer
+        step = decode_step(layout, cached, heads)
+        check(step, layout, None, "mosaic_gpu")
+
+
+@pytest.mark.gpu
+def test_decode_is_deterministic():
+    layout = decode_layout("bfloat16", 128, 2, block_size=16)
+    step = decode_step(layout, [777, 5000], 8)
+    run = jitted(layout, None, "mosaic_gpu")
+    first = np.asarray(run(*step.args).astype(jnp.float32))
+    for _ in range(20):
+        again = np.asarray(run(*step.args).astype(jnp.float32))
+        np.testing.assert_array_equal(again, first)
+
+
+# ---- the kernel for rows of many queries --------------------------------------------
+
+
+PREFILL = [  # two sequences in turns, short rows, one that is not used
+    Row(0, 90, 33),
+    Row(1, 0, 33),
+    Row(0, 123, 33),
+    Row(1, 33, 1),
+    Row(0, 0, 0),
+]
+
+
+@KERNELS
+@STORED
+@pytest.mark.parametrize("window", [None, 40])
+def test_prefill_rows_see_each_other_in_order(implementation, stored, window):
+    layout = decode_layout(stored)
+    step = make_step(layout, [90, 0], PREFILL, 33, layer=1, heads=2, dtype="bfloat16")
+    check(step, layout, window, implementation)
+
+
+@pytest.mark.gpu
+@STORED
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (8, 2)])
+@pytest.mark.parametrize("window", [None, 100])
+def test_prefill_of_every_head(stored, head_dim, heads, kv_heads, window):
+    layout = decode_layout(stored, head_dim, kv_heads, block_size=16)
+    rows = [Row(0, 700, 64), Row(1, 16, 64), Row(0, 764, 50), Row(2, 0, 5)]
+    step = make_step(
+        layout, [700, 16, 0], rows, 64, layer=1, heads=heads, dtype="bfloat16"
+    )
+    check(step, layout, window, "mosaic_gpu")
+
+
+@pytest.mark.gpu
+def test_prefill_of_long_rows():
+    layout = decode_layout("bfloat16", 128, 1, block_size=16)
+    rows = [Row(0, 65, 150), Row(1, 0, 130)]
+    step = make_step(layout, [65, 0], rows, 150, layer=1, heads=2, dtype="bfloat16")
+    check(step, layout, None, "mosaic_gpu")
+
+
+def test_what_the_kernel_cannot_do_is_refused():
+    layout = make_layout("float32")
+    step = make_step(layout, [1], [Row(0, 1, 1)], 1, layer=0)
+    with pytest.raises(NotImplementedError, match="queries are float32, keys float32"):
+        jitted(layout, None, "mosaic_gpu_interpret")(*step.args)

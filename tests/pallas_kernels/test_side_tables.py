@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moe_oracle import routed_experts
 from moe_oracle import weights as oracle
 
 from pallas_kernels import testing
+from pallas_kernels.fused_moe import fused_moe
 from pallas_kernels.fused_moe.arg_specs import MoeSpec
 from pallas_kernels.side_tables import AffineTables, CodebookTables, RefinedTables
 
@@ -44,6 +46,17 @@ def test_weights_follow_the_formula_at_every_number_of_bits(format, bits):
         for e in range(SPEC.num_experts)
     ]
     np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("format", ["affine", "codebook", "refined"])
+def test_the_reference_serves_every_format_at_mixed_bits(format):
+    spec = MoeSpec(
+        width=256, expert_width=128, num_experts=4, top_k=2, parent_bits=8, seed_bits=3
+    )
+    rng = np.random.default_rng(7)
+    problem = testing.make_moe_problem(rng, spec, format, num_tokens=5)
+    came = fused_moe(*problem.args, implementation="reference")
+    assert testing.relative_error(came, routed_experts(problem)) < 2e-6
 
 
 def test_fewer_bits_are_the_middle_of_the_finer_levels():

@@ -13,6 +13,7 @@ QWEN = {"width": 2048, "expert_width": 1408, "num_experts": 60, "top_k": 4}
 class Config:
     warpgroups: int = 4
     k_splits: int = 1
+    tiles: tuple[int, ...] = (8, 16)
 
 
 def measured(config: Config, seconds: float = 5e-5) -> Measured:
@@ -31,6 +32,7 @@ def test_what_was_stored_is_found(folder):
     assert lookup("decode", "NVIDIA H200", "a", folder=folder) == {
         "warpgroups": 4,
         "k_splits": 2,
+        "tiles": [8, 16],
     }
     config = tuned(Config, "decode", "NVIDIA H200", "a", folder=folder)
     assert config == Config(k_splits=2)
