@@ -13,7 +13,12 @@ from pagedweight_jax.models.interface import InputMoments, Pages, RoutingCounts
 from pallas_kernels.fused_moe import fused_moe
 from pallas_kernels.fused_moe.api import Implementation
 from pallas_kernels.fused_moe.reference import Activation, activation_function
-from pallas_kernels.side_tables import AffineTables, CodebookTables, SideTables
+from pallas_kernels.side_tables import (
+    AffineTables,
+    CodebookTables,
+    RefinedTables,
+    SideTables,
+)
 
 
 class Router(nnx.Module):
@@ -150,7 +155,7 @@ class DenseExperts(nnx.Module):
 class SideTableShapes:
     """Static description of the side tables, to make them before they are loaded."""
 
-    format: Literal["affine", "codebook"]
+    format: Literal["affine", "codebook", "refined"]
     parent_bits: int
     seed_bits: int
     group_size: tuple[int, int]  # along the inputs of gate_up and of down
@@ -160,6 +165,9 @@ class SideTableShapes:
         if self.format == "affine":
             zeros = jnp.zeros((num_experts, k // group_size, n), jnp.float16)
             return AffineTables.from_parts(scale=zeros, zero=zeros)
+        if self.format == "refined":
+            zeros = jnp.zeros((num_experts, 2**self.seed_bits, n), jnp.float16)
+            return RefinedTables.from_parts(center=zeros, width=zeros)
         entries = 2 ** (self.parent_bits + 1) - 2**self.seed_bits
         return CodebookTables(lut=jnp.zeros((num_experts, n, entries), jnp.float16))
 

@@ -21,10 +21,6 @@ each number of bits. Affine codes meet fixed-point tokens on the integer tensor 
 nothing is rounded but the tokens, to 16 bits (float32: 23) of the largest in a span.
 """
 
-import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,9 +28,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from pallas_kernels.bitplane import TILE, vector_width
-from pallas_kernels.fused_moe import fixed_point, thread_code, tile_product
-from pallas_kernels.fused_moe.fixed_point import FixedPointTile
+from pallas_kernels.bitplane import TILE
+from pallas_kernels.fused_moe import thread_code, tile_product
+from pallas_kernels.fused_moe.decode_formats import format_of
+from pallas_kernels.fused_moe.decode_sizes import Config as Config
+from pallas_kernels.fused_moe.decode_sizes import Linear, default_config
 from pallas_kernels.fused_moe.reference import Activation
 from pallas_kernels.fused_moe.registers import Ref
 from pallas_kernels.fused_moe.routing import (
@@ -42,62 +40,11 @@ from pallas_kernels.fused_moe.routing import (
     RoutingRefs,
     Segment,
     Share,
-    Work,
     route,
 )
-from pallas_kernels.fused_moe.staging import Tile, stage
-from pallas_kernels.side_tables import AffineTables, CodebookTables, SideTables
+from pallas_kernels.side_tables import SideTables
 
-_SHARED_MEMORY = 212 * 1024  # bytes of the larger arrays; Hopper has 227 KiB
 _SUMS_PADDING = 4  # values after each 64 sums, so that stores meet no bank twice
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Sizes of the kernel.
-
-    Attributes:
-      tokens_per_tile: M, a multiple of 8.
-      warpgroups: of a CTA, an even number.
-      ctas: of the grid; a multiple of the multiprocessors.
-      column_parts: of the down linear, so that a tile of tokens fits.
-    """
-
-    tokens_per_tile: int = 8
-    warpgroups: int = 4
-    ctas: int = 132
-    column_parts: int = 1
-
-    def __post_init__(self) -> None:
-        if self.tokens_per_tile % tile_product.TOKENS or self.tokens_per_tile <= 0:
-            raise ValueError(
-                f"tokens_per_tile={self.tokens_per_tile} must be a positive multiple"
-                f" of {tile_product.TOKENS}"
-            )
-        if self.warpgroups % 2 or self.warpgroups <= 0:
-            raise ValueError(f"warpgroups={self.warpgroups} must be even and positive")
-
-
-def default_config(
-    num_pairs: int,
-    num_experts: int,
-    width: int,
-    expert_width: int,
-    parts: int,
-) -> Config:
-    """Returns tiles that hold an expert's mean number of tokens, and fit.
-
-    Args:
-      num_pairs: tokens times experts of each.
-      num_experts: E.
-      width: D, columns of gate and up.
-      expert_width: F, columns of down.
-      parts: bytes of a token's value.
-    """
-    mean = -(-num_pairs // num_experts)
-    tokens = 8 if mean <= 8 or parts == 3 else 16
-    columns = max(width, _SHARED_MEMORY // (2 * parts * tokens))
-    return Config(tokens_per_tile=tokens, column_parts=-(-expert_width // columns))
 
 
 def fused_moe(
@@ -143,7 +90,7 @@ def fused_moe(
     )
 
     def paged(source: Array, tables: SideTables, act: Activation | None) -> Array:
-        linear = _Linear(
+        linear = Linear(
             num_rows=width if act is None else expert_width,
             num_columns=source.shape[1],
             num_pairs=expert_ids.size,
@@ -173,96 +120,8 @@ def _parts(x: Array) -> int:
     return 2 if x.dtype == jnp.bfloat16 else 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Linear:
-    """The static sizes of one launch: gate and up (``activation``), or down."""
-
-    num_rows: int  # of one linear
-    num_columns: int
-    num_pairs: int
-    num_experts: int
-    parent_bits: int
-    frames_per_plane: int
-    parts: int
-    pairs_per_row: int
-    activation: Activation | None
-    config: Config
-    interpret: bool
-
-    def __post_init__(self) -> None:
-        if self.row_tiles % self.frames_per_plane:
-            raise ValueError(
-                f"a linear of {self.num_rows} rows has {self.row_tiles} tiles of"
-                f" {TILE} rows, which cannot be cut into"
-                f" frames_per_plane={self.frames_per_plane} equal runs; choose a"
-                " divisor"
-            )
-
-    @property
-    def row_tiles(self) -> int:
-        """64-row tiles of one linear."""
-        return self.num_rows // TILE
-
-    @property
-    def tiles_per_frame(self) -> int:
-        """64-row tiles of one frame."""
-        return self.row_tiles // self.frames_per_plane
-
-    @property
-    def vector(self) -> int:
-        """Column tiles that one load covers."""
-        return vector_width(self.num_columns)
-
-    @property
-    def loads(self) -> int:
-        """Loads of one row tile of a plane."""
-        return self.num_columns // (TILE * self.vector)
-
-    @property
-    def loads_per_chunk(self) -> int:
-        """Loads that are on their way together: 4 column tiles, 16 bytes a thread."""
-        return 4 // self.vector
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of one row tile; the last one may be short of loads."""
-        return -(-self.loads // self.loads_per_chunk)
-
-    @property
-    def columns_per_part(self) -> int:
-        """Columns of a column part; those past the last one meet tokens of zero."""
-        return self.chunks_per_part * self.loads_per_chunk * self.vector * TILE
-
-    @property
-    def linears(self) -> range:
-        """Gate and up, or down, as the page table numbers them."""
-        return range(2, 3) if self.activation is None else range(2)
-
-    @property
-    def column_parts(self) -> int:
-        """Parts of the columns; gate and up are never cut."""
-        return self.config.column_parts if self.activation is None else 1
-
-    @property
-    def chunks_per_part(self) -> int:
-        """Chunks of all parts but perhaps the last."""
-        return -(-self.chunks // self.column_parts)
-
-    @property
-    def work(self) -> Work:
-        """What the routing needs to know."""
-        steps = self.row_tiles if self.activation else -(-self.row_tiles // 2)
-        return Work(
-            num_pairs=self.num_pairs,
-            num_experts=self.num_experts,
-            tokens_per_tile=self.config.tokens_per_tile,
-            column_parts=self.column_parts,
-            row_steps=steps,
-        )
-
-
 def _paged_linear(
-    linear: _Linear,
+    linear: Linear,
     source: Float[Array, "rows K"],
     ids: Int32[Array, "pairs"],
     pool: UInt32[Array, "num_frames frame_words"],
@@ -278,7 +137,7 @@ def _paged_linear(
     """
     config, work = linear.config, linear.work
     warpgroups, interpret = config.warpgroups, linear.interpret
-    format_ = _format(linear, tables)
+    format_ = format_of(linear, tables)
     width = linear.parent_bits * linear.frames_per_plane  # frames of a linear
     out_dtype = dtype if linear.activation else jnp.float32
     sharers = warpgroups // 2  # of the columns of a row tile
@@ -412,7 +271,7 @@ def _paged_linear(
                     jnp.zeros((TILE, sums_smem.shape[2]), jnp.float32),
                     tile_product.ACCUMULATOR,
                 )
-                sums, *carry = lax.fori_loop(0, count, chunk_step, (zeros, *carry))
+                sums, *rest = lax.fori_loop(0, count, chunk_step, (zeros, *carry))
                 sums_ref = sums_smem.at[lax.rem(j, 2)]
                 thread_code.store_sums(
                     sums, sums_ref.at[warpgroup], interpret=interpret
@@ -436,13 +295,14 @@ def _paged_linear(
                     warpgroup=warpgroup,
                     interpret=interpret,
                 )
-                return tuple(carry)
+                return tuple(rest)
 
             count_units = segment.stop - segment.start
             lax.fori_loop(0, count_units, unit, (following(position), ahead))
 
         def body(carry: tuple) -> tuple:
-            *position, buffer = carry
+            place, first_unit, buffer = carry
+            position = (place, first_unit)
             segment, upcoming = share.segment(position), share.next(position)
             for b in format_.bit_widths:
                 pl.when(segment.bits == b)(
@@ -496,220 +356,3 @@ def _paged_linear(
         layer.reshape(1),
         *jax.tree.leaves(tables),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Affine:
-    """Codes are multiplied as they are; scale and zero correct the product.
-
-    A *span* is what a load and a group have in common: columns of one scale whose
-    product is corrected at once.
-    """
-
-    linear: _Linear
-    group_size: int
-
-    rows_per_token: ClassVar[int] = 1  # of sums
-
-    @property
-    def bit_widths(self) -> range:
-        """Bits that a page can be committed at."""
-        return range(1, self.linear.parent_bits + 1)
-
-    @property
-    def _spans(self) -> int:
-        return self._load_columns // self._tile.span
-
-    @property
-    def _load_columns(self) -> int:
-        return TILE * self.linear.vector
-
-    @property
-    def _tile(self) -> FixedPointTile:
-        linear = self.linear
-        return FixedPointTile(
-            tokens=linear.config.tokens_per_tile,
-            columns=linear.columns_per_part,
-            parts=linear.parts,
-            span=math.gcd(self.group_size, self._load_columns),
-            pairs_per_row=linear.pairs_per_row,
-            warpgroups=linear.config.warpgroups,
-        )
-
-    def scratch(self) -> tuple[Any, Any]:
-        """Returns shared memory for tokens and for their scales."""
-        return (
-            plgpu.SMEM(self._tile.shape, jnp.int8),
-            plgpu.SMEM(self._tile.scales_shape, jnp.float32),
-        )
-
-    def prepare(
-        self,
-        source_ref: Ref,
-        order_ref: Ref,
-        x_ref: Ref,
-        scales_ref: Ref,
-        segment: Segment,
-        warpgroup: Array,
-    ) -> None:
-        """Gathers the tokens of a segment."""
-        fixed_point.convert(
-            self._tile,
-            source_ref,
-            order_ref,
-            x_ref,
-            scales_ref,
-            first_pair=segment.first_pair,
-            num_tokens=segment.num_tokens,
-            column=segment.column_part * self._tile.columns,
-            warpgroup=warpgroup,
-            interpret=self.linear.interpret,
-        )
-
-    def of_tile(self, table_ref: Ref, tile: Array) -> Ref:
-        """Returns the words of a row tile, ``[groups, 64]``."""
-        return table_ref.at[tile]
-
-    def load(self, table_ref: Ref, number: Array) -> list[Array]:
-        """Loads scale and zero of the rows for each span of a load of planes."""
-        return [
-            tile_product.row_words(
-                table_ref.at[
-                    lax.div(
-                        number * self._load_columns + i * self._tile.span,
-                        self.group_size,
-                    )
-                ],
-                interpret=self.linear.interpret,
-            )
-            for i in range(self._spans)
-        ]
-
-    def product(
-        self,
-        sums: Array,
-        x_ref: Ref,
-        scales_ref: Ref,
-        number: Array,
-        planes: list[Array],
-        side: list[Array],
-        table_ref: Ref,
-    ) -> Array:
-        """Adds the product of a load, whose number counts within the column part."""
-        del table_ref
-        return tile_product.affine_product(
-            sums,
-            x_ref,
-            scales_ref.at[pl.ds(number * self._spans, self._spans)],
-            planes,
-            side,
-            interpret=self.linear.interpret,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Codebook:
-    """Looks weights up; the levels of a row stand one after the other."""
-
-    linear: _Linear
-    seed_entries: int
-
-    @property
-    def bit_widths(self) -> range:
-        """Bits that a page can be committed at."""
-        return range(self.seed_entries.bit_length() - 1, self.linear.parent_bits + 1)
-
-    @property
-    def rows_per_token(self) -> int:
-        """Rows of sums that belong to a token: bfloat16 parts of its values."""
-        return 1 if self.linear.parts == 2 else 3
-
-    @property
-    def _tile(self) -> Tile:
-        linear = self.linear
-        return Tile(
-            tokens=linear.config.tokens_per_tile,
-            columns=linear.columns_per_part,
-            parts=self.rows_per_token,
-            pairs_per_row=linear.pairs_per_row,
-            warpgroups=linear.config.warpgroups,
-        )
-
-    def scratch(self) -> tuple[Any, Any]:
-        """Returns shared memory for tokens, and a word for the scales they lack."""
-        return (
-            plgpu.SMEM(self._tile.shape, jnp.bfloat16),
-            plgpu.SMEM((1, 1, 1), jnp.float32),
-        )
-
-    def prepare(
-        self,
-        source_ref: Ref,
-        order_ref: Ref,
-        x_ref: Ref,
-        scales_ref: Ref,
-        segment: Segment,
-        warpgroup: Array,
-    ) -> None:
-        """Gathers the tokens of a segment."""
-        del scales_ref
-        stage(
-            self._tile,
-            source_ref,
-            order_ref,
-            x_ref,
-            first_pair=segment.first_pair,
-            num_tokens=segment.num_tokens,
-            column=segment.column_part * self._tile.columns,
-            warpgroup=warpgroup,
-            interpret=self.linear.interpret,
-        )
-
-    def of_tile(self, table_ref: Ref, tile: Array) -> Ref:
-        """Returns the lookup tables of a row tile, ``[64, entries]``."""
-        return table_ref.at[pl.ds(tile * TILE, TILE)]
-
-    def load(self, table_ref: Ref, number: Array) -> list[Array]:
-        """Loads nothing: a product looks its weights up."""
-        del table_ref, number
-        return []
-
-    def product(
-        self,
-        sums: Array,
-        x_ref: Ref,
-        scales_ref: Ref,
-        number: Array,
-        planes: list[Array],
-        side: list[Array],
-        table_ref: Ref,
-    ) -> Array:
-        """Adds the product of a load."""
-        del scales_ref, number, side
-        return tile_product.codebook_product(
-            sums,
-            x_ref,
-            planes,
-            table_ref,
-            first=2 ** len(planes) - self.seed_entries,
-            exact=self.rows_per_token > 1,
-            interpret=self.linear.interpret,
-        )
-
-
-def _format(linear: _Linear, tables: SideTables) -> _Affine | _Codebook:
-    """Chooses how weights are made; checks that the tables fit the tiles."""
-    if isinstance(tables, CodebookTables):
-        seed_entries = 2 ** (linear.parent_bits + 1) - tables.lut.shape[-1]
-        return _Codebook(linear=linear, seed_entries=seed_entries)
-    if not isinstance(tables, AffineTables):
-        raise NotImplementedError(
-            f"{type(tables).__name__} have no kernel; use implementation='reference'"
-        )
-    group_size = linear.num_columns // tables.num_groups
-    if group_size % TILE:
-        raise NotImplementedError(
-            f"groups of {group_size} columns are not made of {TILE}-column tiles;"
-            f" use a multiple of {TILE}, or implementation='reference'"
-        )
-    return _Affine(linear=linear, group_size=group_size)

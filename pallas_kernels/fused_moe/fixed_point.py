@@ -97,7 +97,7 @@ def convert(
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4 + (SCALAR,) * 4)
+    @reg.inline(arg_types=(plgpu.RefType(),) * 4 + (SCALAR,) * 4)
     def inlined(_: Any, source, order, to, scales, *scalars) -> None:
         scalars = [s.registers.item() for s in scalars]
         _convert_with_threads(tile, source, order, to, scales, *scalars)
@@ -257,11 +257,11 @@ def _store_parts(
         selector = 0x11 * part | 0x40
         block = []
         for t in range(4):
-            pairs = [
+            low, high = (
                 reg.permute(words[2 * t + hi], words[8 + 2 * t + hi], selector)
                 for hi in range(2)
-            ]
-            block.append(reg.permute(*pairs, 0x5410))
+            )
+            block.append(reg.permute(low, high, 0x5410))
         offset = part * tile.tokens * tile.shape[1]
         utils.inline_ptx(
             "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",

@@ -65,7 +65,7 @@ class Affine:
     bit_widths: range
     group_size: int
     interpret: bool
-    wide_bits: int = 4
+    wide_bits: int = 6
 
     def table(self, tables: SideTables, layer: Int32[Array, ""]) -> Array:
         """Returns the words of all layers, so that none is copied."""

@@ -5,7 +5,7 @@ insides of Mosaic GPU (`inline_mgpu`, MLIR); written against jax 0.11.2 and 0.12
 instructions exist from compute capability 8.0 on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
@@ -24,6 +24,18 @@ THREADS = 128
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 """Layout of a scalar argument of inline code."""
+
+
+def inline(
+    *, arg_types: Sequence[Any] = (), return_type: Any = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates code of this kind: it gets a launch context, then its arguments.
+
+    Args:
+      arg_types: a layout or `plgpu.RefType` for each argument.
+      return_type: what it returns, as a `plgpu.ShapeDtypeStruct`.
+    """
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
 
 
 def i32() -> ir.Type:
@@ -91,11 +103,8 @@ def masked_or(x: Register, mask: int, y: int) -> Register:
 
 def permute(x: Register, y: Register, selector: Register | int) -> Register:
     """Chooses 4 of the 8 bytes of x (0..3) and y (4..7)."""
-    if isinstance(selector, int):
-        selector = constant(selector)
-    return utils.inline_ptx(
-        "prmt.b32 $0, $1, $2, $3;", x, y, selector, result_types=i32()
-    )
+    which = constant(selector) if isinstance(selector, int) else selector
+    return utils.inline_ptx("prmt.b32 $0, $1, $2, $3;", x, y, which, result_types=i32())
 
 
 def thread() -> Register:
@@ -201,7 +210,7 @@ def fma(x: Register, y: Register, z: Register) -> Register:
 
 def halves_to_float(word: Register) -> tuple[Register, Register]:
     """Converts the low and the high fp16 of a word to float32."""
-    return tuple(
+    low, high = (
         utils.inline_ptx(
             "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $1;\n"
             f"cvt.f32.f16 $0, {part};\n}}",
@@ -210,6 +219,7 @@ def halves_to_float(word: Register) -> tuple[Register, Register]:
         )
         for part in ("low", "high")
     )
+    return low, high
 
 
 def pack_bfloat16(low: Register, high: Register) -> Register:

@@ -76,7 +76,7 @@ class Work:
         )
 
 
-def unit_cost(bits: Int32[Array, ""]) -> Int32[Array, ""]:
+def unit_cost(bits: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     """Returns what a unit costs."""
     return COST_PER_BIT * bits + COST_PER_UNIT
 
@@ -121,7 +121,7 @@ def route(
         _route_with_jnp(work, ids_ref, bits_ref, refs)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 10)
+    @reg.inline(arg_types=(plgpu.RefType(),) * 10)
     def inlined(_: Any, ids: Register, bits: Register, *smem: Register) -> None:
         _route_with_threads(work, ids, bits, *smem)
 

@@ -77,7 +77,7 @@ def stage(
 
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + (SCALAR,) * 4)
+    @reg.inline(arg_types=(plgpu.RefType(),) * 3 + (SCALAR,) * 4)
     def inlined(_: Any, source, order, to, *scalars) -> None:
         scalars = [s.registers.item() for s in scalars]
         _stage_with_threads(tile, source, order, to, *scalars)

@@ -30,7 +30,7 @@ def synchronize(barrier: Ref, *, interpret: bool) -> None:
         plgpu.barrier_wait(barrier)
         return
 
-    @plgpu.inline_mgpu()
+    @reg.inline()
     def inlined(_: Any) -> None:
         utils.inline_ptx("barrier.sync 0;", has_side_effects=True, convergent=True)
 
@@ -44,7 +44,7 @@ def copy_words(source: Ref, to: Ref, *, interpret: bool) -> None:
         return
     (size,) = to.shape
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)
+    @reg.inline(arg_types=(plgpu.RefType(),) * 2)
     def inlined(_: Any, source: Register, to: Register) -> None:
         for i in range(0, size, THREADS):
             at = reg.add(reg.thread(), i)
@@ -60,7 +60,7 @@ def store_sums(sums: Float32[Array, "64 rows"], to: Ref, *, interpret: bool) -> 
         to[:, pl.ds(0, TILE)] = sums.T
         return
 
-    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR, plgpu.RefType()))
+    @reg.inline(arg_types=(ACCUMULATOR, plgpu.RefType()))
     def inlined(_: Any, sums: Any, to: Register) -> None:
         thread = reg.thread()
         warp, lane = reg.right(thread, 5), reg.bits_and(thread, 31)
@@ -123,7 +123,7 @@ def finish(
         _finish_with_jnp(end, sums, order, out, *scalars)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + (SCALAR,) * 5)
+    @reg.inline(arg_types=(plgpu.RefType(),) * 3 + (SCALAR,) * 5)
     def inlined(_: Any, sums, order, out, *scalars) -> None:
         scalars = [s.registers.item() for s in scalars]
         _finish_with_threads(end, sums, order, out, *scalars)

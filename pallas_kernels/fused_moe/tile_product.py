@@ -45,7 +45,7 @@ def row_words(table: Ref, *, interpret: bool) -> UInt32[Array, "256"]:
         words = table[...].reshape(4, 8, 1, 2)
         return jnp.broadcast_to(words, (4, 8, 4, 2)).reshape(256)
 
-    @plgpu.inline_mgpu(
+    @reg.inline(
         arg_types=(plgpu.RefType(),),
         return_type=plgpu.ShapeDtypeStruct((256,), jnp.dtype(jnp.uint32), layout=PAIR),
     )
@@ -341,7 +341,7 @@ def _inline(
     shape = tuple(sums.shape)
     ref = plgpu.RefType()
 
-    @plgpu.inline_mgpu(
+    @reg.inline(
         arg_types=(
             ref,
             ref,

@@ -25,31 +25,47 @@ def flat_table(rows: Rows) -> Int32[Array, "R entries"]:
     return jnp.zeros((table.shape[0], 1), jnp.int32) if table.shape[1] == 0 else table
 
 
-def cached_row(
+def cached_frame(
     layout: KvLayout,
-    pool: Register,
     table: Register,
     row: Register,
     layer: Register,
     position: Register,
 ) -> Register:
-    """Returns the address of a token's row in a layer, in threads.
+    """Returns the frame of a token's row in a layer, in threads.
 
     Args:
       layout: of the blocks.
-      pool: reference to the pool.
       table: reference to the frames of each row's blocks.
       row: of the step.
       layer: of the model.
       position: of the token, which must have a block.
     """
-    block, token = ins.divide(position, layout.block_size)
-    nth_row = ins.add(ins.multiply(layer, layout.block_size), token)
-    nth, in_frame = ins.divide(nth_row, layout.rows_per_frame)
+    block, nth_row = _row_in_block(layout, layer, position)
+    nth, _ = ins.divide(nth_row, layout.rows_per_frame)
     entry = ins.add(ins.multiply(block, layout.frames_per_block), nth)
-    frame = ins.load(table, row, entry)
+    return ins.load(table, row, entry)
+
+
+def cached_row(
+    layout: KvLayout,
+    pool: Register,
+    frame: Register,
+    layer: Register,
+    position: Register,
+) -> Register:
+    """Returns the address of a token's row in its frame, in threads."""
+    _, nth_row = _row_in_block(layout, layer, position)
+    _, in_frame = ins.divide(nth_row, layout.rows_per_frame)
     start = ins.row_address(ins.global_address(pool), frame, 4 * layout.frame_words)
     return ins.offset_address(start, ins.multiply(in_frame, 4 * layout.row_words))
+
+
+def _row_in_block(
+    layout: KvLayout, layer: Register, position: Register
+) -> tuple[Register, Register]:
+    block, token = ins.divide(position, layout.block_size)
+    return block, ins.add(ins.multiply(layer, layout.block_size), token)
 
 
 def load_cached(

@@ -30,14 +30,17 @@ from pallas_kernels.paged_attention.addresses import Ref, flat_table
 from pallas_kernels.paged_attention.decode_threads import (
     TOKENS,
     Place,
-    State,
     Unit,
-    begin_copy,
+    begin_keys,
+    begin_values,
     commit_copies,
     empty_state,
     finish,
+    first_frames,
     fold_keys,
     fold_values,
+    stage_queries,
+    synchronize_cta,
     wait_for_copies,
 )
 from pallas_kernels.paged_attention.layout import KvLayout
@@ -54,10 +57,12 @@ class Config:
 
     Attributes:
       splits: CTAs that share the tokens of a unit.
-      ring_slots: keys or values of 64 tokens that a CTA has room for.
+      warpgroups: of a CTA, which share its tokens.
+      ring_slots: keys or values of 64 tokens that a warpgroup has room for.
     """
 
     splits: int
+    warpgroups: int
     ring_slots: int
 
     def __post_init__(self) -> None:
@@ -65,6 +70,8 @@ class Config:
             raise ValueError(
                 f"splits={self.splits} must be a power of two, at most {_MAX_SPLITS}"
             )
+        if not 1 <= self.warpgroups <= 4:
+            raise ValueError(f"warpgroups={self.warpgroups} must be 1 to 4")
         if self.ring_slots < 2:
             raise ValueError(f"ring_slots={self.ring_slots} must be at least 2")
 
@@ -81,10 +88,11 @@ def default_config(num_units: int, slot_bytes: int, max_tokens: int) -> Config:
     splits = 1
     while splits < min(_MAX_SPLITS, steps) and num_units * splits < _MULTIPROCESSORS:
         splits *= 2
-    ctas = num_units * splits / _MULTIPROCESSORS  # on a multiprocessor
-    neighbours = 1 if ctas <= 1 else 2
-    slots = _SHARED_MEMORY // neighbours // slot_bytes
-    return Config(splits=splits, ring_slots=max(2, min(slots, 12)))
+    # Two CTAs of a multiprocessor, even if there is only one: clusters find room then.
+    slots = _SHARED_MEMORY // 2 // slot_bytes
+    warpgroups = 2 if num_units * splits <= _MULTIPROCESSORS and slots >= 6 else 1
+    slots = max(2, min(slots // warpgroups, 6))
+    return Config(splits=splits, warpgroups=warpgroups, ring_slots=slots)
 
 
 def paged_attention(
@@ -125,9 +133,12 @@ def paged_attention(
         num_heads=num_heads,
         scale=scale,
         splits=1 if interpret else config.splits,
+        warpgroups=1 if interpret else config.warpgroups,
         interpret=interpret,
     )
-    slots = max(config.ring_slots, -(-unit.result_bytes // slot_bytes))
+    needed = -(-unit.result_bytes // (slot_bytes * unit.warpgroups))
+    slots = max(config.ring_slots, needed)
+    sharers = unit.splits * unit.warpgroups
     num_units *= unit.parts
 
     def kernel(
@@ -139,10 +150,12 @@ def paged_attention(
         cached_ref: Ref,
         layer_ref: Ref,
         out_ref: Ref,
-        ring: Ref,
+        queries: Ref,
+        whole_ring: Ref,
     ) -> None:
         number = lax.axis_index("unit")
         split = jnp.int32(0) if interpret else lax.axis_index("split")
+        warpgroup = lax.axis_index("warpgroup")
         row = lax.div(number, layout.num_kv_heads * unit.parts)
         of_row = number - row * (layout.num_kv_heads * unit.parts)
         head = lax.div(of_row, unit.parts)
@@ -155,51 +168,62 @@ def paged_attention(
             layer=layer_ref[0],
             cached=cached,
             first=jnp.maximum(first, 0),
+            warpgroup=warpgroup,
         )
+        ring, sources = whole_ring.at[warpgroup], (pool_ref, fresh_ref, table_ref)
         # Blocks of 16 tokens stay whole where the window begins in their middle.
         begin = lax.div(place.first, 16) * 16
         steps = lax.div(cached - begin + TOKENS, TOKENS)
-        count = lax.div(steps - split + (unit.splits - 1), unit.splits)
+        sharer = split * unit.warpgroups + warpgroup
+        count = lax.div(steps - sharer + (sharers - 1), sharers)
         count = jnp.where(lengths_ref[row] > 0, count, 0)
 
         def start(step: Array) -> Array:
-            return begin + (step * unit.splits + split) * TOKENS
+            return begin + (step * sharers + sharer) * TOKENS
 
-        def begin_slot(step: Array, slot: Array, *, values: bool) -> None:
-            @pl.when(step < count)
-            def _() -> None:
-                sources = (pool_ref, fresh_ref, table_ref)
-                to = ring.at[slot]
-                begin_copy(unit, place, sources, to, start(step), values=values)
-
+        def begin_slot(
+            step: Array, slot: Array, values: bool, where: tuple[Array, Array]
+        ) -> tuple[Array, Array]:
+            """Begins to fill a slot; past the end it is filled with zeros."""
+            frames, token_rows = where
+            to, at = ring.at[slot], start(step)
+            if values:
+                begin_values(unit, place, sources, to, token_rows, at)
+            else:
+                following = start(step + 1)
+                where = begin_keys(unit, place, sources, to, frames, at, following)
             commit_copies(unit)
+            return where
 
-        def fold(step: Array, state: State) -> State:
+        def fold(step: Array, carry: tuple) -> tuple:
+            state, where = carry
             slot = lax.rem(2 * step, slots)
-            ahead, odd = divmod(slots - 1, 2)
 
-            def begin_next(used: Array, half: int) -> None:
+            def begin_next(used: Array, half: int, where: tuple) -> tuple:
                 # The slot before the used one is free: its words are in registers.
-                which = (odd + half) % 2
-                at = step + ahead + (odd + half) // 2
+                ahead, half = divmod(slots - 1 + half, 2)
                 free = lax.rem(used + (slots - 1), slots)
-                begin_slot(at, free, values=which == 1)
+                return begin_slot(step + ahead, free, half == 1, where)
 
             wait_for_copies(unit, slots - 2)
-            begin_next(slot, 0)
+            where = begin_next(slot, 0, where)
             weights, keep, top, total = fold_keys(
-                unit, place, q_ref, ring.at[slot], start(step), state
+                unit, place, q_ref, queries, ring.at[slot], start(step), state
             )
             slot = lax.rem(slot + 1, slots)
             wait_for_copies(unit, slots - 2)
-            begin_next(slot, 1)
+            where = begin_next(slot, 1, where)
             sums = fold_values(unit, ring.at[slot], weights, keep, state[0])
-            return sums, top, total
+            return (sums, top, total), where
 
-        for i in range(slots - 1):
-            begin_slot(jnp.int32(i // 2), jnp.int32(i), values=i % 2 == 1)
-        state = lax.fori_loop(0, count, fold, empty_state(unit))
-        finish(unit, place, state, ring, out_ref)
+        frames = first_frames(unit, place, table_ref, start(jnp.int32(0)))
+        where = begin_slot(jnp.int32(0), jnp.int32(0), False, (frames, frames))
+        for i in range(1, slots - 1):
+            where = begin_slot(jnp.int32(i // 2), jnp.int32(i), i % 2 == 1, where)
+        pl.when(warpgroup == 0)(lambda: stage_queries(unit, place, q_ref, queries))
+        synchronize_cta(unit)
+        state, _ = lax.fori_loop(0, count, fold, (empty_state(unit), where))
+        finish(unit, place, state, whole_ring, out_ref)
 
     out = plgpu.kernel(
         kernel,
@@ -208,9 +232,12 @@ def paged_attention(
         grid_names=("unit",),
         cluster=() if interpret else (unit.splits,),
         cluster_names=() if interpret else ("split",),
-        num_threads=1,
+        num_threads=unit.warpgroups,
         thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((slots, unit.slot_words), jnp.uint32)],
+        scratch_types=[
+            plgpu.SMEM((unit.query_words,), jnp.uint32),
+            plgpu.SMEM((unit.warpgroups, slots, unit.slot_words), jnp.uint32),
+        ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

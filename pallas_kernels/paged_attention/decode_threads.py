@@ -14,12 +14,16 @@ that share a key-value head. With lane = 4 g + t (g < 8, t < 4):
 A sum over dims (or tokens) may take them in any order, so both factors take the order
 in which the pieces lie in memory, and nothing is rearranged but the values of pairs of
 tokens (a byte permutation each). A thread reads back exactly the pieces that it copied
-itself, so the ring needs no barrier. bfloat16 is multiplied as it is; float8 becomes
-fp16, which holds it exactly, and so do the queries and weights.
+itself, so the ring needs no barrier. Where the 16 tokens lie is looked up by 16 lanes,
+a step ahead, and handed to the others by shuffles.
+
+bfloat16 is multiplied as it is; float8 becomes fp16, which holds it exactly, and so do
+the queries and weights.
 """
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +38,12 @@ from jaxlib.mlir.dialects import vector
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from pallas_kernels.paged_attention import instructions as ins
-from pallas_kernels.paged_attention.addresses import Ref, cached_row, load_cached
+from pallas_kernels.paged_attention.addresses import (
+    Ref,
+    cached_frame,
+    cached_row,
+    load_cached,
+)
 from pallas_kernels.paged_attention.instructions import THREADS, Register
 from pallas_kernels.paged_attention.layout import KvLayout
 
@@ -48,7 +57,6 @@ EMPTY = -1e30
 """Maximum of no scores; finite, so that differences stay free of NaN."""
 
 _MASKED = 2 * EMPTY  # its weight is zero even where the maximum is EMPTY
-_WARPS = THREADS // 32
 _PADDING = 4  # values after the sums of a query in shared memory
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -65,6 +73,7 @@ class Unit:
       num_heads: N, query heads of the model.
       scale: factor on the scores.
       splits: CTAs of a cluster, which share the tokens.
+      warpgroups: of a CTA, which share its tokens.
       interpret: whether to compute with jnp.
     """
 
@@ -72,6 +81,7 @@ class Unit:
     num_heads: int
     scale: float
     splits: int
+    warpgroups: int
     interpret: bool
 
     @property
@@ -120,14 +130,34 @@ class Unit:
         return self.value_bytes // self.itemsize
 
     @property
+    def vectors_per_key(self) -> int:
+        """Pieces of 16 bytes of the queries that meet one piece of a key."""
+        return 2 // self.itemsize
+
+    @property
+    def query_vectors(self) -> int:
+        """Pieces of the queries that a lane multiplies its keys with."""
+        return self.key_pieces * self.vectors_per_key
+
+    @property
+    def query_words(self) -> int:
+        """Words of the queries in shared memory."""
+        return self.query_vectors * 32 * 4
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA."""
+        return self.warpgroups * THREADS // 32
+
+    @property
     def query_bytes(self) -> int:
-        """Bytes of a warp's results of one query in shared memory."""
+        """Bytes of the results of one query in shared memory."""
         return 4 * (self.layout.head_dim + _PADDING)
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of all results of a CTA in shared memory, at the end."""
-        return _WARPS * QUERIES * self.query_bytes
+        """Bytes of the results of all warps, and of their sum, at the end."""
+        return (self.warps + 1) * QUERIES * self.query_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +171,7 @@ class Place:
       layer: of the model.
       cached: tokens in the pool; the next one is the fresh one.
       first: position of the first token that is seen.
+      warpgroup: number of the caller in its CTA.
     """
 
     row: Any
@@ -149,6 +180,7 @@ class Place:
     layer: Any
     cached: Any
     first: Any
+    warpgroup: Any
 
     def scalars(self) -> tuple[Any, ...]:
         """Returns all fields, to be given to inline code."""
@@ -211,38 +243,105 @@ def empty_state(unit: Unit) -> State:
 # ---- tokens on their way ------------------------------------------------------------
 
 
-def begin_copy(
+def first_frames(
+    unit: Unit, place: Place, table: Ref, start: Int32[Array, ""]
+) -> Array:
+    """Returns, for each thread, the frame of one of the tokens from ``start`` on.
+
+    Args:
+      unit: static sizes.
+      place: which tokens.
+      table: frames of the blocks of each row.
+      start: position of the first of the 64 tokens.
+    """
+    if unit.interpret:
+        return jnp.int32(0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _SCALAR, *_PLACE),
+        return_type=_own_type(1, jnp.dtype(jnp.int32)),
+    )
+    def inlined(_: Any, table: Register, start: Any, *scalars: Any) -> Any:
+        frame = frame_of_lane(unit, _place(scalars), table, start.registers.item())
+        return _own_array([frame])
+
+    return inlined(table, start, *place.scalars())
+
+
+def begin_keys(
     unit: Unit,
     place: Place,
     sources: tuple[Ref, Ref, Ref],
     to: Ref,
+    frames: Array,
     start: Int32[Array, ""],
-    *,
-    values: bool,
-) -> None:
-    """Begins to copy the keys or the values of the tokens from ``start`` on.
+    next_start: Int32[Array, ""],
+) -> tuple[Array, Array]:
+    """Begins to copy the keys of the tokens from ``start`` on.
 
     Args:
       unit: static sizes.
       place: which tokens.
       sources: pool, fresh rows, and frames of the blocks of each row.
       to: a slot of the ring.
+      frames: of these tokens.
       start: position of the first of the 64 tokens. Those that are not seen are
         zeros: what their memory holds may be anything.
-      values: whether to copy values.
+      next_start: the same of the next call.
+    Returns:
+      Frames of the next tokens, and for `begin_values` where these are.
     """
     if unit.interpret:
-        _copy_with_jnp(unit, place, sources, to, start, values)
+        _copy_with_jnp(unit, place, sources, to, start, values=False)
+        return frames, frames
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * 4 + (_own(1), _SCALAR, _SCALAR, *_PLACE),
+        return_type=(
+            _own_type(1, jnp.dtype(jnp.int32)),
+            _own_type(3, jnp.dtype(jnp.int32)),
+        ),
+    )
+    def inlined(_: Any, *args: Any) -> Any:
+        pool, fresh, table, to, frames = args[:5]
+        start, next_start = (x.registers.item() for x in args[5:7])
+        place = _place(args[7:])
+        frame = _registers(frames)[0]
+        rows = row_of_lane(unit, place, pool, fresh, frame, start)
+        copy_keys(unit, to, rows)
+        following = frame_of_lane(unit, place, table, next_start)
+        return _own_array([following]), _own_array(rows)
+
+    return inlined(*sources, to, frames, start, next_start, *place.scalars())
+
+
+def begin_values(
+    unit: Unit,
+    place: Place,
+    sources: tuple[Ref, Ref, Ref],
+    to: Ref,
+    rows: Array,
+    start: Int32[Array, ""],
+) -> None:
+    """Begins to copy the values of the tokens whose keys were begun last.
+
+    Args:
+      unit: static sizes.
+      place: which tokens.
+      sources: pool, fresh rows, and frames of the blocks of each row.
+      to: a slot of the ring.
+      rows: where these tokens are.
+      start: position of the first of the 64 tokens.
+    """
+    if unit.interpret:
+        _copy_with_jnp(unit, place, sources, to, start, values=True)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4 + (_SCALAR,) + _PLACE)
-    def inlined(_: Any, *args: Any) -> None:
-        *refs, start = args[:5]
-        copy_tokens(
-            unit, _place(args[5:]), *refs, start.registers.item(), values=values
-        )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _own(3)))
+    def inlined(_: Any, to: Register, rows: Any) -> None:
+        copy_values(unit, to, _registers(rows))
 
-    inlined(*sources, to, start, *place.scalars())
+    inlined(to, rows)
 
 
 def _copy_with_jnp(
@@ -251,6 +350,7 @@ def _copy_with_jnp(
     sources: tuple[Ref, Ref, Ref],
     to: Ref,
     start: Array,
+    *,
     values: bool,
 ) -> None:
     pool, fresh, table = sources
@@ -271,66 +371,98 @@ def _copy_with_jnp(
     lax.fori_loop(0, TOKENS, copy, None)
 
 
-def copy_tokens(
+def _position_of_lane(start: Register) -> Register:
+    """Returns the position of the token that a lane looks after: lane % 16."""
+    thread = ins.thread()
+    warp = ins.right(thread, 5)
+    return ins.add(start, ins.add(ins.left(warp, 4), ins.bits_and(thread, 15)))
+
+
+def _in_pool(place: Place, position: Register) -> Register:
+    """Returns the position, or another one that has a block."""
+    last = ins.add(place.cached, -1)
+    return ins.larger(ins.smaller(position, last), 0)
+
+
+def frame_of_lane(
+    unit: Unit, place: Place, table: Register, start: Register
+) -> Register:
+    """Returns the frame of the token that a lane looks after."""
+    at = _in_pool(place, _position_of_lane(start))
+    return cached_frame(unit.layout, table, place.row, place.layer, at)
+
+
+def row_of_lane(
     unit: Unit,
     place: Place,
     pool: Register,
     fresh: Register,
-    table: Register,
-    to: Register,
+    frame: Register,
     start: Register,
-    *,
-    values: bool,
+) -> list[Register]:
+    """Returns where the key of a lane's token begins (two words), and if it is seen."""
+    position = _position_of_lane(start)
+    at = _in_pool(place, position)
+    old = cached_row(unit.layout, pool, frame, place.layer, at)
+    row_bytes = 4 * unit.layout.row_words
+    new = ins.row_address(ins.global_address(fresh), place.row, row_bytes)
+    address = ins.choose(ins.equal(position, place.cached), new, old)
+    address = ins.offset_address(address, ins.multiply(place.head, unit.head_bytes))
+    seen = ins.choose(_seen(place, position), ins.constant(1), ins.constant(0))
+    return [*ins.halves_of_address(address), seen]
+
+
+def copy_keys(unit: Unit, to: Register, rows: list[Register]) -> None:
+    """Copies with threads; see `begin_keys`."""
+    lane = ins.bits_and(ins.thread(), 31)
+    group, t = ins.right(lane, 2), ins.bits_and(lane, 3)
+    tokens = [group, ins.add(group, 8)]
+    _copy_pieces(tokens, to, rows, 16, unit.key_pieces, ins.left(t, 4), 64)
+
+
+def copy_values(unit: Unit, to: Register, rows: list[Register]) -> None:
+    """Copies with threads; see `begin_values`."""
+    lane = ins.bits_and(ins.thread(), 31)
+    group, pair = ins.right(lane, 2), ins.left(ins.bits_and(lane, 3), 1)
+    tokens = [ins.add(pair, i) for i in (0, 1, 8, 9)]
+    size = unit.value_bytes
+    column = unit.layout.num_kv_heads * unit.head_bytes
+    offset = ins.add(ins.multiply(group, size), column)
+    _copy_pieces(tokens, to, rows, size, unit.value_pieces, offset, 8 * size)
+
+
+def _copy_pieces(
+    tokens: list[Register],
+    to: Register,
+    rows: list[Register],
+    size: int,
+    pieces: int,
+    offset: Register,
+    gap: int,
 ) -> None:
-    """Copies with threads; see `begin_copy`."""
-    thread = ins.thread()
-    lane = ins.bits_and(thread, 31)
-    warp, group, t = ins.right(thread, 5), ins.right(lane, 2), ins.bits_and(lane, 3)
-    if values:
-        pair = ins.left(t, 1)
-        tokens = [ins.add(pair, i) for i in (0, 1, 8, 9)]
-        size, pieces, which, gap = unit.value_bytes, unit.value_pieces, group, 8
-    else:
-        tokens = [group, ins.add(group, 8)]
-        size, pieces, which, gap = 16, unit.key_pieces, t, 4
-    first_token = ins.add(start, ins.left(warp, 4))
-    sources = [
-        _token_address(unit, place, pool, fresh, table, ins.add(first_token, token))
-        for token in tokens
-    ]
-    column = place.head
-    if values:
-        column = ins.add(column, unit.layout.num_kv_heads)
-    offset = ins.add(ins.multiply(column, unit.head_bytes), ins.multiply(which, size))
-    mine = ins.add(ins.shared_address(to), ins.multiply(thread, size))
-    for i, (address, seen) in enumerate(sources):
-        taken = ins.choose(seen, ins.constant(size), ins.constant(0))
-        address = ins.offset_address(address, offset)
+    """Copies pieces of the warp's tokens to places of this thread.
+
+    Args:
+      tokens: which of the warp's 16.
+      to: slot of the ring.
+      rows: where the tokens are that the lanes look after.
+      size: bytes of a piece.
+      pieces: of a token.
+      offset: bytes from the key of the row to the first of them.
+      gap: bytes from each to the next.
+    """
+    mine = ins.add(ins.shared_address(to), ins.multiply(ins.thread(), size))
+    for i, token in enumerate(tokens):
+        low, high, seen = (ins.from_lane(x, token) for x in rows)
+        address = ins.offset_address(ins.address_of_halves(low, high), offset)
+        taken = ins.multiply(seen, size)
         for j in range(pieces):
             ins.begin_copy(
                 ins.add(mine, (i * pieces + j) * THREADS * size),
-                ins.offset_address(address, ins.constant(j * gap * size)),
+                ins.offset_address(address, ins.constant(j * gap)),
                 size,
                 taken,
             )
-
-
-def _token_address(
-    unit: Unit,
-    place: Place,
-    pool: Register,
-    fresh: Register,
-    table: Register,
-    position: Register,
-) -> tuple[Register, Register]:
-    """Returns the address of a token's row, and whether the token is seen."""
-    layout = unit.layout
-    last = ins.add(place.cached, -1)
-    at = ins.larger(ins.smaller(position, last), 0)
-    old = cached_row(layout, pool, table, place.row, place.layer, at)
-    new = ins.row_address(ins.global_address(fresh), place.row, 4 * layout.row_words)
-    seen = _seen(place, position)
-    return ins.choose(ins.equal(position, place.cached), new, old), seen
 
 
 def _seen(place: Place, position: Register) -> Register:
@@ -353,15 +485,72 @@ def wait_for_copies(unit: Unit, newest: int) -> None:
 # ---- keys and values of 64 tokens ---------------------------------------------------
 
 
+def stage_queries(unit: Unit, place: Place, q: Ref, to: Ref) -> None:
+    """Puts the queries into shared memory as lanes need them; one warpgroup does it.
+
+    Args:
+      unit: static sizes.
+      place: which queries.
+      q: queries, ``[rows, N, head_dim]``.
+      to: shared memory; the interpreter leaves it as it is.
+    """
+    if unit.interpret:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2 + _PLACE)
+    def inlined(_: Any, q: Register, to: Register, *scalars: Any) -> None:
+        store_queries(unit, _place(scalars), q, to)
+
+    inlined(q, to, *place.scalars())
+
+
+def store_queries(unit: Unit, place: Place, q: Register, to: Register) -> None:
+    """Stores with threads; see `stage_queries`. Each warp takes every fourth piece."""
+    thread = ins.thread()
+    lane = ins.bits_and(thread, 31)
+    warp, group, t = ins.right(thread, 5), ins.right(lane, 2), ins.bits_and(lane, 3)
+    query = ins.add(ins.multiply(place.part, QUERIES), group)
+    query = ins.smaller(query, unit.queries_per_head - 1)
+    query = ins.add(query, ins.multiply(place.head, unit.queries_per_head))
+    row = ins.add(ins.multiply(place.row, unit.num_heads), query)
+    row_bytes = 2 * unit.layout.head_dim
+    address = ins.row_address(ins.global_address(q), row, row_bytes)
+    per_key = unit.vectors_per_key
+    for i in range(0, unit.query_vectors, 4):
+        number = ins.add(warp, i)
+        with ins.when(ins.less(number, unit.query_vectors)):
+            piece, half = ins.divide(number, per_key)
+            at = ins.add(ins.left(piece, 2), t)
+            at = ins.left(ins.add(ins.multiply(at, per_key), half), 4)
+            words = ins.load_constant(ins.offset_address(address, at), 0, 4)
+            if unit.itemsize == 1:
+                words = [ins.pack_halves(*ins.unpack_bfloat16([w])) for w in words]
+            place_in = ins.left(ins.add(ins.left(number, 5), lane), 4)
+            ins.store_words(ins.add(ins.shared_address(to), place_in), 0, words)
+
+
+def synchronize_cta(unit: Unit) -> None:
+    """Waits for all threads of the CTA."""
+    if not unit.interpret:
+        plgpu.inline_mgpu()(lambda _: ins.synchronize(1))()
+
+
 def fold_keys(
-    unit: Unit, place: Place, q: Ref, keys: Ref, start: Int32[Array, ""], state: State
+    unit: Unit,
+    place: Place,
+    q: Ref,
+    queries: Ref,
+    keys: Ref,
+    start: Int32[Array, ""],
+    state: State,
 ) -> tuple[Array, Array, Array, Array]:
     """Multiplies queries and keys, and moves maximum and total on.
 
     Args:
       unit: static sizes.
       place: which queries and tokens.
-      q: queries, ``[rows, N, head_dim]``.
+      q: queries, ``[rows, N, head_dim]``; the interpreter reads them here.
+      queries: what `stage_queries` has filled.
       keys: the tokens' slot of the ring.
       start: position of the first of the 64 tokens.
       state: before these tokens.
@@ -379,12 +568,12 @@ def fold_keys(
             *[_own_type(2, jnp.dtype(jnp.float32))] * 3,
         ),
     )
-    def inlined(_: Any, q: Register, keys: Register, *args: Any) -> Any:
+    def inlined(_: Any, queries: Register, keys: Register, *args: Any) -> Any:
         top, total, start = args[:3]
         results = fold_key_pieces(
             unit,
             _place(args[3:]),
-            q,
+            queries,
             keys,
             start.registers.item(),
             _registers(top),
@@ -393,7 +582,7 @@ def fold_keys(
         weights, *reals = [_own_array(r) for r in results]
         return (weights, *reals)
 
-    return inlined(q, keys, top, total, start, *place.scalars())
+    return inlined(queries, keys, top, total, start, *place.scalars())
 
 
 def _unpacked(unit: Unit, words: UInt32[Array, "words"]) -> Float32[Array, "64 H"]:
@@ -428,7 +617,7 @@ def _fold_keys_with_jnp(
 def fold_key_pieces(
     unit: Unit,
     place: Place,
-    q: Register,
+    queries: Register,
     keys: Register,
     start: Register,
     top: list[Register],
@@ -438,7 +627,7 @@ def fold_key_pieces(
     thread = ins.thread()
     lane = ins.bits_and(thread, 31)
     warp, group = ins.right(thread, 5), ins.right(lane, 2)
-    scores = _scores(unit, place, q, keys)
+    scores = _scores(unit, queries, keys)
 
     first = ins.add(ins.add(start, ins.left(warp, 4)), group)
     factor = ins.real(unit.scale * math.log2(math.e))
@@ -466,37 +655,26 @@ def fold_key_pieces(
     return words, keep, new_top, new_total
 
 
-def _scores(unit: Unit, place: Place, q: Register, keys: Register) -> list[Register]:
+def _scores(unit: Unit, queries: Register, keys: Register) -> list[Register]:
     """Returns scores of tokens g and g + 8 (halves), queries 2 t and 2 t + 1."""
     thread = ins.thread()
-    group = ins.right(ins.bits_and(thread, 31), 2)
-    t = ins.bits_and(thread, 3)
-    size = 2 * unit.layout.head_dim
-    query = ins.add(ins.multiply(place.part, QUERIES), group)
-    query = ins.smaller(query, unit.queries_per_head - 1)
-    query = ins.add(query, ins.multiply(place.head, unit.queries_per_head))
-    row = ins.add(ins.multiply(place.row, unit.num_heads), query)
-    address = ins.row_address(ins.global_address(q), row, size)
-    per_piece = 32 // unit.itemsize  # bytes of the queries of a piece
-    address = ins.offset_address(address, ins.multiply(t, per_piece))
-    mine = ins.add(ins.shared_address(keys), ins.multiply(thread, 16))
-
+    lane = ins.bits_and(thread, 31)
+    shared = ins.add(ins.shared_address(queries), ins.left(lane, 4))
+    mine = ins.add(ins.shared_address(keys), ins.left(thread, 4))
     sums = [[ins.real(0.0)] * 4 for _ in range(2)]
     for j in range(unit.key_pieces):
-        queries = []
-        for i in range(0, per_piece, 16):
-            queries += ins.load_constant(address, 4 * per_piece * j + i, 4)
-        tokens = [
-            list(ins.load_shared(mine, (half * unit.key_pieces + j) * THREADS * 16, 4))
-            for half in range(2)
-        ]
-        if unit.itemsize == 1:
-            queries = [ins.pack_halves(*ins.unpack_bfloat16([w])) for w in queries]
-            tokens = [_halves(words) for words in tokens]
-        for s in range(0, len(queries), 2):
+        b = []
+        for i in range(unit.vectors_per_key):
+            b += ins.load_shared(shared, 512 * (unit.vectors_per_key * j + i), 4)
+        tokens = []
+        for half in range(2):
+            at = (half * unit.key_pieces + j) * THREADS * 16
+            words = list(ins.load_shared(mine, at, 4))
+            tokens.append(words if unit.itemsize == 2 else _halves(words))
+        for s in range(0, len(b), 2):
             a = [tokens[half][s + k] for k in range(2) for half in range(2)]
             which = s // 2 % 2
-            sums[which] = _product(unit)(a, queries[s : s + 2], sums[which])
+            sums[which] = _product(unit)(a, b[s : s + 2], sums[which])
     return [ins.real_add(x, y) for x, y in zip(*sums, strict=True)]
 
 
@@ -592,9 +770,13 @@ def finish(unit: Unit, place: Place, state: State, ring: Ref, out: Ref) -> None:
     def inlined(_: Any, ring: Register, out: Register, *args: Any) -> None:
         state = [_registers(x) for x in args[:3]]
         place = _place(args[3:])
+        ins.wait_for_copies(0)
         ins.synchronize(1)  # the ring is free
-        store_results(unit, ring, *state)
-        ins.synchronize(unit.splits)
+        store_results(unit, place, ring, *state)
+        ins.synchronize(1)
+        if unit.splits > 1:
+            combine_warps(unit, place, ring)
+            ins.synchronize(unit.splits)
         combine_results(unit, place, ring, out)
         if unit.splits > 1:
             ins.synchronize(unit.splits)  # others may still read this CTA's results
@@ -616,6 +798,7 @@ def _finish_with_jnp(unit: Unit, place: Place, state: State, out: Ref) -> None:
 
 def store_results(
     unit: Unit,
+    place: Place,
     ring: Register,
     sums: list[Register],
     top: list[Register],
@@ -625,6 +808,7 @@ def store_results(
     thread = ins.thread()
     lane = ins.bits_and(thread, 31)
     warp, group, t = ins.right(thread, 5), ins.right(lane, 2), ins.bits_and(lane, 3)
+    warp = ins.add(warp, ins.left(place.warpgroup, 2))
     query = ins.add(ins.left(warp, 3), ins.left(t, 1))
     base = ins.add(ins.shared_address(ring), ins.multiply(query, unit.query_bytes))
     dims = unit.dims_per_piece
@@ -643,53 +827,80 @@ def store_results(
         ins.store_shared(base, at, top[i], whole)
 
 
+def combine_warps(unit: Unit, place: Place, ring: Register) -> None:
+    """Adds up the results of the CTA's warps; the sum lies behind them."""
+    base, size = ins.shared_address(ring), QUERIES * unit.query_bytes
+    for query, column, exists in _pairs_of_dims(unit, place, 1):
+        with ins.when(exists):
+            of_query = ins.add(base, ins.multiply(query, unit.query_bytes))
+            warps = [(of_query, size * warp) for warp in range(unit.warps)]
+            *sums, most, whole = _combined(unit, warps, column)
+            of_query = ins.add(of_query, size * unit.warps)
+            ins.store_shared(ins.add(of_query, ins.left(column, 3)), 0, *sums)
+            ins.store_shared(of_query, 4 * unit.layout.head_dim, most, whole)
+
+
 def combine_results(unit: Unit, place: Place, ring: Register, out: Register) -> None:
-    """Adds up the results of the cluster; each CTA does its part of the dims."""
-    dim, splits = unit.layout.head_dim, unit.splits
-    pairs = min(QUERIES, unit.queries_per_head) * dim // 2
-    share = -(-pairs // splits)
-    rank = ins.cta_in_cluster() if splits > 1 else ins.constant(0)
-    base = ins.shared_address(ring)
-    for i in range(0, share, THREADS):
-        in_share = ins.add(ins.thread(), i)
+    """Stores the mean of all results; each CTA of the cluster does its part."""
+    base, size = ins.shared_address(ring), QUERIES * unit.query_bytes
+    for query, column, exists in _pairs_of_dims(unit, place, unit.splits):
+        with ins.when(exists):
+            of_query = ins.add(base, ins.multiply(query, unit.query_bytes))
+            if unit.splits == 1:
+                parts = [(of_query, size * warp) for warp in range(unit.warps)]
+            else:
+                parts = [
+                    (ins.in_cta(of_query, cta), size * unit.warps)
+                    for cta in range(unit.splits)
+                ]
+            *sums, _, whole = _combined(unit, parts, column)
+            used, inverse = ins.positive(whole), ins.reciprocal(whole)
+            means = [
+                ins.choose(used, ins.real_multiply(x, inverse), ins.real(0.0))
+                for x in sums
+            ]
+            nth = ins.add(ins.multiply(place.part, QUERIES), query)
+            row = ins.add(nth, ins.multiply(place.head, unit.queries_per_head))
+            row = ins.add(row, ins.multiply(place.row, unit.num_heads))
+            row_bytes = 2 * unit.layout.head_dim
+            to = ins.row_address(ins.global_address(out), row, row_bytes)
+            to = ins.offset_address(to, ins.left(column, 2))
+            ins.store_global(to, 0, ins.pack_bfloat16(*means))
+
+
+def _pairs_of_dims(
+    unit: Unit, place: Place, ctas: int
+) -> Iterator[tuple[Register, Register, Register]]:
+    """Yields a query, a pair of its dims, and whether there is such a query.
+
+    All pairs of all queries are spread over the threads of so many CTAs.
+    """
+    half, threads = unit.layout.head_dim // 2, THREADS * unit.warpgroups
+    pairs = min(QUERIES, unit.queries_per_head) * half
+    share = -(-pairs // ctas)
+    rank = ins.cta_in_cluster() if ctas > 1 else ins.constant(0)
+    thread = ins.add(ins.thread(), ins.multiply(place.warpgroup, THREADS))
+    for i in range(0, share, threads):
+        in_share = ins.add(thread, i)
         pair = ins.add(ins.multiply(rank, share), in_share)
-        query, column = ins.divide(pair, dim // 2)
+        query, column = ins.divide(pair, half)
         nth = ins.add(ins.multiply(place.part, QUERIES), query)
         exists = ins.less(nth, unit.queries_per_head)
         exists = ins.both(exists, ins.less(in_share, share))
-        exists = ins.both(exists, ins.less(pair, pairs))
-        with ins.when(exists):
-            of_query = ins.add(base, ins.multiply(query, unit.query_bytes))
-            values = _combined(unit, of_query, column)
-            row = ins.add(nth, ins.multiply(place.head, unit.queries_per_head))
-            row = ins.add(row, ins.multiply(place.row, unit.num_heads))
-            to = ins.row_address(ins.global_address(out), row, 2 * dim)
-            to = ins.offset_address(to, ins.left(column, 2))
-            ins.store_global(to, 0, ins.pack_bfloat16(*values))
+        yield query, column, ins.both(exists, ins.less(pair, pairs))
 
 
-def _combined(unit: Unit, of_query: Register, column: Register) -> list[Register]:
-    """Adds up two dims of a query over all warps of the cluster."""
-    dim = unit.layout.head_dim
-    ctas = [
-        ins.in_cta(of_query, cta) if unit.splits > 1 else of_query
-        for cta in range(unit.splits)
-    ]
-    warps = [
-        (cta, warp * QUERIES * unit.query_bytes)
-        for cta in ctas
-        for warp in range(_WARPS)
-    ]
-    ends = [ins.load_cluster(cta, offset + 4 * dim) for cta, offset in warps]
+def _combined(
+    unit: Unit, parts: list[tuple[Register, int]], column: Register
+) -> list[Register]:
+    """Adds up a pair of dims over parts; returns the sums, maximum and total."""
+    end = 4 * unit.layout.head_dim
+    ends = [ins.load_cluster(address, offset + end) for address, offset in parts]
     most = functools.reduce(ins.real_larger, [top for top, _ in ends])
     whole, sums = ins.real(0.0), [ins.real(0.0)] * 2
-    for (cta, offset), (top, total) in zip(warps, ends, strict=True):
+    for (address, offset), (top, total) in zip(parts, ends, strict=True):
         factor = ins.exp2(ins.real_subtract(top, most))
         whole = ins.fma(total, factor, whole)
-        parts = ins.load_cluster(ins.add(cta, ins.left(column, 3)), offset)
-        sums = [ins.fma(x, factor, y) for x, y in zip(parts, sums, strict=True)]
-    inverse = ins.reciprocal(whole)
-    used = ins.positive(whole)
-    return [
-        ins.choose(used, ins.real_multiply(x, inverse), ins.real(0.0)) for x in sums
-    ]
+        pair = ins.load_cluster(ins.add(address, ins.left(column, 3)), offset)
+        sums = [ins.fma(x, factor, y) for x, y in zip(pair, sums, strict=True)]
+    return [*sums, most, whole]

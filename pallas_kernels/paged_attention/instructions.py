@@ -202,6 +202,21 @@ def row_address(base: Register, row: Register, row_bytes: int) -> Register:
     return arith.addi(base, arith.muli(arith.extui(wide, row), size))
 
 
+def halves_of_address(address: Register) -> list[Register]:
+    """Returns the low and the high word of an address."""
+    wide = ir.IntegerType.get_signless(64)
+    high = arith.shrui(address, arith.constant(wide, ir.IntegerAttr.get(wide, 32)))
+    return [arith.trunci(i32(), x) for x in (address, high)]
+
+
+def address_of_halves(low: Register, high: Register) -> Register:
+    """Returns the address of two words."""
+    wide = ir.IntegerType.get_signless(64)
+    places = arith.constant(wide, ir.IntegerAttr.get(wide, 32))
+    low, high = (arith.extui(wide, x) for x in (low, high))
+    return arith.ori(low, arith.shli(high, places))
+
+
 def real_multiply(x: Register, y: Register) -> Register:
     """Multiplies float32."""
     return arith.mulf(x, y)
@@ -233,6 +248,17 @@ def from_other_lane(x: Register, distance: int) -> Register:
         f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;",
         x,
         result_types=f32(),
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
+def from_lane(x: Register, lane: Register) -> Register:
+    """Returns the word of another lane of the warp."""
+    return utils.inline_ptx(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+        *(x, lane),
+        result_types=i32(),
         has_side_effects=True,
         convergent=True,
     )

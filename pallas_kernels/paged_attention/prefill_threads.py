@@ -16,7 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.paged_attention import instructions as ins
-from pallas_kernels.paged_attention.addresses import Ref, cached_row, load_cached
+from pallas_kernels.paged_attention.addresses import (
+    Ref,
+    cached_frame,
+    cached_row,
+    load_cached,
+)
 from pallas_kernels.paged_attention.instructions import THREADS, Register
 from pallas_kernels.paged_attention.layout import KvLayout
 
@@ -223,7 +228,8 @@ def _source(
     position = ins.add(tokens.start, token)
     last = ins.add(tokens.cached, -1)
     at = ins.larger(ins.smaller(position, last), 0)
-    old = cached_row(cut.layout, pool, table, tokens.row, tokens.layer, at)
+    frame = cached_frame(cut.layout, table, tokens.row, tokens.layer, at)
+    old = cached_row(cut.layout, pool, frame, tokens.layer, at)
     exists = ins.less(position, tokens.stop)
     nth = ins.choose(exists, ins.add(tokens.fresh, position), ins.constant(0))
     nth = ins.larger(nth, 0)

@@ -37,11 +37,13 @@ class Memory:
 class Cluster:
     """Executes instructions for all threads of a cluster."""
 
-    def __init__(self, ctas: int, *arrays: np.ndarray) -> None:
-        self.threads = ctas * THREADS
+    def __init__(self, ctas: int, warpgroups: int, *arrays: np.ndarray) -> None:
+        self.threads = ctas * warpgroups * THREADS
         self.ctas = ctas
-        lanes = np.arange(self.threads)
-        self.cta, self._thread = lanes // THREADS, (lanes % THREADS).astype(np.int32)
+        lanes = np.arange(self.threads, dtype=np.int32)
+        self.cta = lanes // (warpgroups * THREADS)
+        self.warpgroup = lanes // THREADS % warpgroups
+        self._thread = lanes % THREADS
         self.active = np.ones(self.threads, bool)
         self.refs: list[Memory] = []
         base, parts = _GAP, [np.full(_GAP, 255, np.uint8)]
@@ -66,10 +68,9 @@ class Cluster:
         data = self.memory[ref.base : ref.base + ref.values.nbytes]
         return data.view(ref.values.dtype).reshape(ref.values.shape)
 
-    def scalar(self, value: Any) -> np.ndarray:
-        """Returns a scalar, or a value of each CTA, in every thread."""
-        value = np.asarray(value, np.int32)
-        return value[self.cta] if value.ndim else np.full(self.threads, value)
+    def scalar(self, value: int) -> np.ndarray:
+        """Returns a scalar in every thread."""
+        return np.full(self.threads, value, np.int32)
 
     # ---- integers --------------------------------------------------------------
 
@@ -137,14 +138,21 @@ class Cluster:
     def global_address(self, ref: Memory) -> Any:
         return np.full(self.threads, ref.base, np.uint64)
 
-    def shared_address(self, ref: int) -> Any:
+    def shared_address(self, ref: Any) -> Any:
+        """A reference is an offset, perhaps another one for each warpgroup."""
         return (self.cta * _WINDOW + ref).astype(np.int32)
 
     def in_cta(self, address: Any, cta: int) -> Any:
         return address % np.int32(_WINDOW) + np.int32(cta * _WINDOW)
 
     def cta_in_cluster(self) -> Any:
-        return self.cta.astype(np.int32)
+        return self.cta
+
+    def halves_of_address(self, address: Any) -> Any:
+        return list(address.view(np.int32).reshape(-1, 2).T)
+
+    def address_of_halves(self, low: Any, high: Any) -> Any:
+        return np.stack([low, high], 1).view(np.uint64)[:, 0]
 
     def offset_address(self, address: Any, offset: Any) -> Any:
         return address + offset.view(np.uint32).astype(np.uint64)
@@ -189,11 +197,14 @@ class Cluster:
 
     def store_shared(self, address: Any, offset: int, x: Any, y: Any) -> None:
         data = np.stack([x, y], 1).astype(np.float32).view(np.uint8)
-        self.shared[self._shared_at(address + np.int32(offset), 8)] = data
+        self._store_shared(address, offset, data)
 
     def store_words(self, address: Any, offset: int, words: Any) -> None:
-        data = np.stack(words, 1).view(np.uint8)
-        self.shared[self._shared_at(address + np.int32(offset), 16)] = data
+        self._store_shared(address, offset, np.stack(words, 1).view(np.uint8))
+
+    def _store_shared(self, address: Any, offset: int, data: Any) -> None:
+        cta, at = self._shared_at(address + np.int32(offset), data.shape[1])
+        self.shared[cta[self.active], at[self.active]] = data[self.active]
 
     def store_global(self, address: Any, offset: int, word: Any) -> None:
         address = address + np.uint64(offset)
@@ -238,6 +249,9 @@ class Cluster:
     def reciprocal(self, x: Any) -> Any:
         with np.errstate(divide="ignore"):
             return np.float32(1) / x
+
+    def from_lane(self, x: Any, lane: Any) -> Any:
+        return x[np.arange(self.threads) // 32 * 32 + lane]
 
     def from_other_lane(self, x: Any, distance: int) -> Any:
         return x[np.arange(self.threads) ^ distance]

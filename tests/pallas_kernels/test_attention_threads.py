@@ -25,64 +25,76 @@ def decode(monkeypatch, unit, step, window):
     """Runs the kernel's steps for every unit, in step and without the ring."""
     q, k, v, pool, rows, layer = step.args
     fresh = np.asarray(pack_rows(k, v, unit.layout))[:, 0]
-    q = np.asarray(q)[:, 0]
+    q, pool = np.asarray(q)[:, 0], np.asarray(pool)
     table = np.asarray(rows.block_frames).reshape(len(q), -1)
     out = np.full(q.shape, np.nan, jnp.bfloat16)
-    slot = 4 * unit.slot_words
     heads = unit.layout.num_kv_heads
     for number in range(len(q) * heads * unit.parts):
         row, of_row = divmod(number, heads * unit.parts)
         head, part = divmod(of_row, unit.parts)
-        cluster = Cluster(unit.splits, q, fresh, np.asarray(pool), table, out)
+        cluster = Cluster(unit.splits, unit.warpgroups, q, fresh, pool, table, out)
         cluster.take_the_place_of_instructions(monkeypatch)
-        q_ref, fresh_ref, pool_ref, table_ref, out_ref = cluster.refs
         cached = int(rows.cached[row])
         first = max(0, cached + 1 - window) if window else 0
-        fields = (row, head, part, int(layer), cached, first)
         place = Place(
-            **dict(
-                zip(
-                    Place.__dataclass_fields__,
-                    map(cluster.scalar, fields),
-                    strict=True,
-                )
-            )
+            row=cluster.scalar(row),
+            head=cluster.scalar(head),
+            part=cluster.scalar(part),
+            layer=cluster.scalar(int(layer)),
+            cached=cluster.scalar(cached),
+            first=cluster.scalar(first),
+            warpgroup=cluster.warpgroup,
         )
-        sums = [cluster.real(0.0)] * (unit.layout.head_dim // 4)
-        top, total = [cluster.real(EMPTY)] * 2, [cluster.real(0.0)] * 2
         begin = first // 16 * 16
         steps = -(-(cached + 1 - begin) // TOKENS) if rows.lengths[row] else 0
-        for i in range(-(-steps // unit.splits)):
-            starts = begin + (i * unit.splits + np.arange(unit.splits)) * TOKENS
-            start = cluster.scalar(starts)
-            for values in (False, True):
-                decode_threads.copy_tokens(
-                    unit,
-                    place,
-                    pool_ref,
-                    fresh_ref,
-                    table_ref,
-                    values * slot,
-                    start,
-                    values=values,
-                )
-            weights, keep, top, total = decode_threads.fold_key_pieces(
-                unit, place, q_ref, 0, start, top, total
-            )
-            sums = decode_threads.fold_value_pieces(unit, slot, weights, keep, sums)
-        decode_threads.store_results(unit, 0, sums, top, total)
-        decode_threads.combine_results(unit, place, 0, out_ref)
+        decode_unit(cluster, unit, place, begin, steps)
         out = cluster.contents(4).copy()
     return out.astype(np.float32)[:, None]
 
 
-def check(monkeypatch, layout, cached, window=None, heads=4, splits=2):
+def decode_unit(cluster, unit, place, begin, steps):
+    q, fresh, pool, table, out = cluster.refs
+    queries = (2 * unit.warpgroups) * 4 * unit.slot_words
+    slots = 8 * unit.slot_words * cluster.warpgroup
+    keys, values = slots, slots + 4 * unit.slot_words
+    sharers = unit.splits * unit.warpgroups
+    sharer = cluster.cta * unit.warpgroups + cluster.warpgroup
+
+    def start(i):
+        return (begin + (i * sharers + sharer) * TOKENS).astype(np.int32)
+
+    decode_threads.store_queries(unit, place, q, queries)
+    sums = [cluster.real(0.0)] * (unit.layout.head_dim // 4)
+    top, total = [cluster.real(EMPTY)] * 2, [cluster.real(0.0)] * 2
+    for i in range(-(-steps // sharers)):
+        frame = decode_threads.frame_of_lane(unit, place, table, start(i))
+        token_rows = decode_threads.row_of_lane(
+            unit, place, pool, fresh, frame, start(i)
+        )
+        decode_threads.copy_keys(unit, keys, token_rows)
+        decode_threads.copy_values(unit, values, token_rows)
+        weights, keep, top, total = decode_threads.fold_key_pieces(
+            unit, place, queries, keys, start(i), top, total
+        )
+        sums = decode_threads.fold_value_pieces(unit, values, weights, keep, sums)
+    decode_threads.store_results(unit, place, 0, sums, top, total)
+    if unit.splits > 1:
+        decode_threads.combine_warps(unit, place, 0)
+    decode_threads.combine_results(unit, place, 0, out)
+
+
+def check(monkeypatch, layout, cached, window=None, heads=4, splits=2, warpgroups=1):
     rows = [Row(s, c, 1) for s, c in enumerate(cached)] + [Row(0, 0, 0)]
     step = make_step(
         layout, cached, rows, 1, layer=LAYER, heads=heads, dtype="bfloat16"
     )
     unit = Unit(
-        layout=layout, num_heads=heads, scale=SCALE, splits=splits, interpret=False
+        layout=layout,
+        num_heads=heads,
+        scale=SCALE,
+        splits=splits,
+        warpgroups=warpgroups,
+        interpret=False,
     )
     actual = decode(monkeypatch, unit, step, window)
     check_used(actual, step, layout, window, TOLERANCE[layout.dtype])
@@ -103,11 +115,11 @@ def test_query_heads_share_their_key_value_head(monkeypatch, heads, kv_heads):
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 100])
-@pytest.mark.parametrize("splits", [1, 4])
-def test_any_number_of_tokens_in_any_window(monkeypatch, window, splits):
+@pytest.mark.parametrize(("splits", "warpgroups"), [(1, 1), (4, 1), (1, 4), (2, 2)])
+def test_any_number_of_tokens_in_any_window(monkeypatch, window, splits, warpgroups):
     layout = make_layout("bfloat16", 5, 1, 64, waste=4)
     cached = [0, 1, 15, 16, 17, 63, 64, 150, 300]
-    check(monkeypatch, layout, cached, window, splits=splits)
+    check(monkeypatch, layout, cached, window, splits=splits, warpgroups=warpgroups)
 
 
 def unswizzled(tile, parts, tokens, columns):
@@ -139,8 +151,7 @@ def test_tiles_lie_as_wgmma_reads_them(
         layout=layout, tokens=64, queries=20, warpgroups=warpgroups, interpret=False
     )
     start, stop = (90, 110) if is_fresh else (48, 90)
-    cluster = Cluster(warpgroups, np.asarray(pool), fresh, frames)
-    # The warpgroups of a CTA share its memory; in a cluster each has its own copy.
+    cluster = Cluster(1, warpgroups, np.asarray(pool), fresh, frames)
     cluster.take_the_place_of_instructions(monkeypatch)
     fields = (0, 1, int(layer), start, stop, 90, -90, int(is_fresh))
     tokens = Tokens(
@@ -149,11 +160,9 @@ def test_tiles_lie_as_wgmma_reads_them(
         )
     )
     at = cut.tokens * head_dim * 2
-    cluster.shared[:] = 0
-    warpgroup = cluster.cta_in_cluster()
-    prefill_threads.copy_tokens(cut, tokens, *cluster.refs, 0, at, warpgroup)
+    prefill_threads.copy_tokens(cut, tokens, *cluster.refs, 0, at, cluster.warpgroup)
 
-    memory = cluster.shared.sum(0, dtype=np.uint8)
+    memory = cluster.shared[0]
     for nth, sequence in enumerate((step.keys[1], step.values[1])):
         tile = memory[nth * at : nth * at + at].view(
             np.float16 if cut.converts else jnp.bfloat16
