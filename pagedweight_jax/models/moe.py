@@ -13,6 +13,7 @@ from pagedweight_jax.models.interface import InputMoments, Pages, RoutingCounts
 from pallas_kernels.fused_moe import fused_moe
 from pallas_kernels.fused_moe.api import Implementation
 from pallas_kernels.fused_moe.reference import Activation, activation_function
+from pallas_kernels.pytree import pytree
 from pallas_kernels.side_tables import (
     AffineTables,
     CodebookTables,
@@ -232,18 +233,42 @@ class PagedExperts(nnx.Module):
         )
 
 
-def routing_counts(
+@pytree
+@dataclass(frozen=True, kw_only=True)
+class RoutedTokens:
+    """Where the tokens of a layer went; `routing_counts` adds them up for all layers.
+
+    Attributes:
+      expert_ids: experts of each token, ``E`` for none.
+      norms: root-mean-square norm of each token's MoE input.
+      moments: only where asked for (calibration).
+    """
+
+    expert_ids: Int32[Array, "*L T top_k"]
+    norms: Float32[Array, "*L T"]
+    moments: InputMoments | None = None
+
+
+def routed_tokens(
     x: Float[Array, "T D"],
     expert_ids: Int32[Array, "T top_k"],
-    valid: Bool[Array, "T"],
-    num_experts: int,
-) -> RoutingCounts:
-    """Counts tokens per expert and sums up the norms of the MoE input."""
+    moments: InputMoments | None = None,
+) -> RoutedTokens:
+    """Notes the experts of each token and the norm of the MoE input."""
     norms = jnp.sqrt(jnp.mean(x.astype(jnp.float32) ** 2, axis=-1))
-    norms = jnp.where(valid, norms, 0.0)
+    return RoutedTokens(expert_ids=expert_ids, norms=norms, moments=moments)
+
+
+def routing_counts(
+    routed: RoutedTokens, valid: Bool[Array, "T"], num_experts: int
+) -> RoutingCounts:
+    """Counts tokens per expert and adds up their norms, for all layers at once."""
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    ids = routed.expert_ids.reshape(*routed.norms.shape[:-1], -1, 1)
+    same = ids == jnp.broadcast_to(experts, (*ids.shape[:-1], num_experts))
+    norms = jnp.where(jnp.broadcast_to(valid, routed.norms.shape), routed.norms, 0.0)
     return RoutingCounts(
-        tokens=jnp.bincount(expert_ids.reshape(-1), length=num_experts).astype(
-            jnp.int32
-        ),
-        norms=jnp.stack([norms.sum(), (norms**2).sum(), norms.max()]),
+        tokens=jnp.sum(same, axis=-2, dtype=jnp.int32),
+        norms=jnp.stack([norms.sum(-1), (norms**2).sum(-1), norms.max(-1)], axis=-1),
+        moments=routed.moments,
     )

@@ -20,7 +20,6 @@ from pagedweight_jax.models.interface import (
     ModelInputs,
     ModelOutputs,
     Pages,
-    RoutingCounts,
 )
 from pagedweight_jax.models.layers import (
     Attention,
@@ -32,9 +31,11 @@ from pagedweight_jax.models.layers import (
 from pagedweight_jax.models.moe import (
     DenseExperts,
     PagedExperts,
+    RoutedTokens,
     Router,
     SideTableParam,
     SideTableShapes,
+    routed_tokens,
     routing_counts,
 )
 from pallas_kernels.fused_moe.api import Implementation
@@ -95,21 +96,18 @@ class SparseMoe(nnx.Module):
         context: StepContext,
         pages: Pages | None,
         layer: Int32[Array, ""],
-    ) -> tuple[Float[Array, "T D"], RoutingCounts]:
-        """Returns routed plus shared output, and what the routing looked like.
+    ) -> tuple[Float[Array, "T D"], RoutedTokens]:
+        """Returns routed plus shared output, and where the tokens went.
 
         ``pages`` are those of all layers of the run, and ``layer`` is the place in it.
         """
         ids, shares = self.gate(x, context.valid)
         routed = self.experts(x, ids, shares, context.inputs.pool, pages, layer)
         shared = jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-        counts = routing_counts(x, ids, context.valid, self.gate.weight.shape[0])
+        moments = None
         if context.collect_moments and isinstance(self.experts, DenseExperts):
             moments = self.experts.input_moments(x, ids)
-            counts = RoutingCounts(
-                tokens=counts.tokens, norms=counts.norms, moments=moments
-            )
-        return routed + shared, counts
+        return routed + shared, routed_tokens(x, ids, moments)
 
 
 class DecoderLayer(nnx.Module):
@@ -154,8 +152,8 @@ class DecoderLayer(nnx.Module):
         first: int,
         layer: Int32[Array, ""],
         pages: Pages | None,
-    ) -> tuple[Float[Array, "T D"], UInt32[Array, "T row_words"], RoutingCounts | None]:
-        """Returns the new stream, fresh key-value rows and (if routed) counts.
+    ) -> tuple[Float[Array, "T D"], UInt32[Array, "T row_words"], RoutedTokens | None]:
+        """Returns the new stream, fresh key-value rows and (if routed) the routing.
 
         ``layer`` is the place in the run, whose first layer is number ``first``.
         """
@@ -171,8 +169,8 @@ class DecoderLayer(nnx.Module):
         x = x + attended
         normed = self.post_attention_layernorm(x)
         if isinstance(self.mlp, SparseMoe):
-            y, counts = self.mlp(normed, context, pages, layer)
-            return x + y, fresh, counts
+            y, tokens = self.mlp(normed, context, pages, layer)
+            return x + y, fresh, tokens
         return x + self.mlp(normed), fresh, None
 
 
@@ -242,7 +240,7 @@ class Qwen2Moe(nnx.Module):
             inputs=inputs, valid=valid, layout=layout, collect_moments=collect_moments
         )
         x = self.embed_tokens[...][tokens]
-        fresh, counts, first, first_moe = [], [], 0, 0
+        fresh, routed_runs, first, first_moe = [], [], 0, 0
         for layers, (routed, length) in zip(
             self.runs, layer_runs(self.config), strict=True
         ):
@@ -250,16 +248,20 @@ class Qwen2Moe(nnx.Module):
             if routed and inputs.pages is not None:
                 stop = first_moe + length
                 pages = jax.tree.map(lambda a: a[first_moe:stop], inputs.pages)  # noqa: B023
-            x, (rows, routing) = _scan(layers, x, context, first, length, pages)
+            x, (rows, tokens_of_run) = _scan(layers, x, context, first, length, pages)
             fresh.append(rows)
             first += length
             if routed:
-                counts.append(routing)
+                routed_runs.append(tokens_of_run)
                 first_moe += length
         return ModelOutputs(
             hidden=self.norm(x),
             fresh_kv=jnp.concatenate(fresh),
-            routing=jax.tree.map(lambda *a: jnp.concatenate(a), *counts),
+            routing=routing_counts(
+                jax.tree.map(lambda *a: jnp.concatenate(a), *routed_runs),
+                valid,
+                self.config.num_experts,
+            ),
         )
 
     def logits(self, hidden: Float[Array, "*M D"]) -> Float32[Array, "*M V"]:
@@ -283,7 +285,7 @@ def _scan(
     first: int,
     length: int,
     pages: Pages | None,
-) -> tuple[Array, tuple[Array, RoutingCounts | None]]:
+) -> tuple[Array, tuple[Array, RoutedTokens | None]]:
     """Runs a stack of equal layers; ``first`` is the number of the first one.
 
     Pages and side tables are not cut: every layer sees all of them and its number.
@@ -293,11 +295,11 @@ def _scan(
     @jax.jit  # lowered once, however often the loop is unrolled
     def body(
         x: Array, layer: tuple[nnx.State, Array]
-    ) -> tuple[Array, tuple[Array, RoutingCounts | None]]:
+    ) -> tuple[Array, tuple[Array, RoutedTokens | None]]:
         state, number = layer
         module = nnx.merge(graphdef, tables, state)
-        x, fresh, counts = module(x, context, first, number, pages)
-        return x, (fresh, counts)
+        x, fresh, tokens = module(x, context, first, number, pages)
+        return x, (fresh, tokens)
 
     if not _unrolls():
         return lax.scan(body, x, (state, jnp.arange(length, dtype=jnp.int32)))

@@ -13,13 +13,14 @@ from flax import nnx
 from jax import Array
 
 from pagedweight_jax.config import read_config
-from pagedweight_jax.formats import AffineFormat, CodebookFormat
+from pagedweight_jax.formats import AffineFormat, CodebookFormat, RefinedFormat
 from pagedweight_jax.models.interface import (
     ModelInputs,
     ModelOutputs,
     Pages,
     uncached_inputs,
 )
+from pagedweight_jax.models.moe import routing_counts
 from pagedweight_jax.models.qwen2_moe import Qwen2Moe, StepContext, layer_runs
 from pagedweight_jax.paging import pool as paged_pool
 from pallas_kernels import bitplane
@@ -210,8 +211,9 @@ def test_each_layer_and_its_routing_equal_hugging_face(name, served):
             np.testing.assert_allclose(
                 weights, reference[f"topw_{number}"], atol=1e-6, rtol=0
             )
-        y, _, counts = layer(x, context, number, jnp.int32(0), None)
-        if counts is not None:
+        y, _, routed = layer(x, context, number, jnp.int32(0), None)
+        if routed is not None:
+            counts = routing_counts(routed, context.valid, 8)
             wanted = np.bincount(reference[f"topk_{number}"].ravel(), minlength=8)
             assert counts.tokens.tolist() == wanted.tolist()
         if number + 1 < len(hidden) - 1:  # the last one is after the final norm
@@ -300,6 +302,7 @@ def mixed_bits(form: Any, shape: Sequence[int]) -> np.ndarray:
     [
         AffineFormat(seed_bits=ALL_BITS[0], parent_bits=ALL_BITS[-1]),
         CodebookFormat(seed_bits=ALL_BITS[0], parent_bits=ALL_BITS[-1]),
+        RefinedFormat(parent_bits=ALL_BITS[-1]),
     ],
     ids=lambda form: form.name,
 )
@@ -308,7 +311,8 @@ def test_paged_experts_equal_dense_ones_on_dequantised_weights(name, served, for
     paged = serve(model.graphdef, model.params)
     inputs = uncached_inputs(jnp.asarray(token_ids(name)), paged.layout)
     shape = (model.config.num_moe_layers, model.config.num_experts, 2)
-    cases = {str(b): np.full(shape, b) for b in ALL_BITS}
+    levels = range(form.seed_bits, form.parent_bits + 1)
+    cases = {str(b): np.full(shape, b) for b in levels}
     cases["mixed"] = mixed_bits(form, shape)
     previous = None
     for what, bits in cases.items():
