@@ -115,7 +115,7 @@ def convert(
       hf_dir: checkpoint folder in Hugging Face format, with its tokenizer.
       output: folder to make.
       calibration: .jsonl files with a "text" field (see `texts.find_files`).
-      format: "affine" or "codebook".
+      format: "affine", "codebook" or "refined".
       seed_bits: bits of the lowest level.
       parent_bits: bits of the best level, and planes of a weight.
       num_sequences: calibration sequences.

@@ -12,7 +12,7 @@ import pytest
 
 from pagedweight_jax import checkpoint
 from pagedweight_jax.checkpoint import LayerPages
-from pagedweight_jax.formats import AffineFormat, CodebookFormat, Format
+from pagedweight_jax.formats import AffineFormat, CodebookFormat, Format, RefinedFormat
 from pagedweight_jax.sensitivity import Sensitivity
 from pallas_kernels import bitplane
 
@@ -32,7 +32,7 @@ CONFIG = {
     "max_position_embeddings": 256,
 }
 LAYERS, EXPERTS, WIDTH, INNER = 2, 4, 128, 64
-FORMATS = (AffineFormat(), CodebookFormat(seed_bits=3, parent_bits=4))
+FORMATS = (AffineFormat(), CodebookFormat(parent_bits=4), RefinedFormat(parent_bits=5))
 
 
 def random_pages(form: Format, seed: int) -> LayerPages:

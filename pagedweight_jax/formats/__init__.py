@@ -5,10 +5,13 @@ from typing import Any
 
 from pagedweight_jax.formats.affine import AffineFormat as AffineFormat
 from pagedweight_jax.formats.codebook import CodebookFormat as CodebookFormat
+from pagedweight_jax.formats.refined import RefinedFormat as RefinedFormat
 
-Format = AffineFormat | CodebookFormat
+Format = AffineFormat | CodebookFormat | RefinedFormat
 
-FORMAT_NAMES = (AffineFormat.name, CodebookFormat.name)
+_FORMATS = {kind.name: kind for kind in (AffineFormat, CodebookFormat, RefinedFormat)}
+
+FORMAT_NAMES = tuple(_FORMATS)
 
 
 def make_format(name: str, **options: Any) -> Format:
@@ -18,15 +21,14 @@ def make_format(name: str, **options: Any) -> Format:
       ValueError: if the name is unknown, an option belongs to another format, or a
         value is out of range.
     """
-    formats = {kind.name: kind for kind in (AffineFormat, CodebookFormat)}
-    if name not in formats:
+    if name not in _FORMATS:
         raise ValueError(
             f"format {name!r} is unknown; choose one of {', '.join(FORMAT_NAMES)}"
         )
-    known = [field.name for field in fields(formats[name])]
+    known = [field.name for field in fields(_FORMATS[name])]
     for option in options:
         if option not in known:
             raise ValueError(
                 f"format {name!r} has no option {option!r}; it has {', '.join(known)}"
             )
-    return formats[name](**options)
+    return _FORMATS[name](**options)

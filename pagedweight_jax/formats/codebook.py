@@ -6,7 +6,6 @@ gradients); every further bit splits each cluster in two, so that the code of b 
 the prefix of the code of b + 1 bits.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -18,11 +17,6 @@ from pagedweight_jax.formats import common, kmeans
 from pallas_kernels.side_tables import CodebookTables, SideTables
 
 _MAX_ITERATIONS = 50
-_LEAST_IMPORTANCE = 1e-6
-"""Part of the row's mean importance that every weight has at least."""
-
-_WEIGHTS_PER_BLOCK = 32768  # its float64 working set stays in the second-level cache
-_NUM_THREADS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +82,7 @@ class CodebookFormat:
         def one_block(block: slice) -> None:
             codes[block], lut[block] = self._quantize_rows(w[block], h[block])
 
-        blocks = common.row_blocks(len(w), max(1, _WEIGHTS_PER_BLOCK // k))
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:  # NumPy releases the lock
-            list(pool.map(one_block, blocks))
+        common.in_threads(one_block, len(w), k)
         tables = CodebookTables(lut=common.host_array(lut.reshape(*batch, n, -1)))
         return codes.reshape(*batch, n, k), tables
 
@@ -98,7 +90,7 @@ class CodebookFormat:
         self, w: Float32[np.ndarray, "rows k"], h: Float32[np.ndarray, "rows k"]
     ) -> tuple[UInt8[np.ndarray, "rows k"], Float16[np.ndarray, "rows entries"]]:
         """Clusters a block of rows, level by level."""
-        rows = kmeans.sort_rows(w, _positive(h))
+        rows = kmeans.sort_rows(w, kmeans.positive(h))
         bounds = kmeans.greedy_clusters(rows, 2**self.seed_bits)
         bounds = kmeans.lloyd(rows, bounds, _MAX_ITERATIONS)
         last = np.repeat(rows.values[:, -1:], 2**self.seed_bits, axis=1)
@@ -120,10 +112,3 @@ class CodebookFormat:
         common.check_level(bits, self.seed_bits, self.parent_bits)
         kept = common.kept_planes(codes, self.parent_bits, bits)
         return tables.weights(kept, jnp.int32(bits), self.parent_bits)
-
-
-def _positive(h: np.ndarray) -> np.ndarray:
-    """Gives every weight a little importance, and rows without any the same."""
-    h = h.astype(np.float64)
-    mean = h.mean(axis=1, keepdims=True)
-    return np.where(mean > 0, np.maximum(h, _LEAST_IMPORTANCE * mean), 1.0)

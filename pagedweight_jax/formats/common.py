@@ -1,6 +1,7 @@
 """What the formats share: checks of bits and weights, rows in blocks, host arrays."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ MAX_BITS = 8
 
 MAX_WEIGHT = 3.0e4
 """Largest weight: a range of twice this still fits float16 side tables."""
+
+_WEIGHTS_PER_BLOCK = 32768  # its float64 working set stays in the second-level cache
+_NUM_THREADS = 2
 
 Weights = Float[Array | np.ndarray, "*batch n k"]
 
@@ -77,6 +81,18 @@ def row_blocks(num_rows: int, rows_per_block: int) -> Iterator[slice]:
     """Cuts rows into blocks that fit a cache."""
     for start in range(0, num_rows, rows_per_block):
         yield slice(start, min(start + rows_per_block, num_rows))
+
+
+def in_threads(one_block: Callable[[slice], None], num_rows: int, k: int) -> None:
+    """Calls a function of NumPy, which releases the lock, for blocks of rows.
+
+    Args:
+      one_block: is told the rows of each block, and stores what it makes of them.
+      k: columns of a row.
+    """
+    blocks = row_blocks(num_rows, max(1, _WEIGHTS_PER_BLOCK // k))
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        list(pool.map(one_block, blocks))
 
 
 def on_host[**P, R](function: Callable[P, R]) -> Callable[P, R]:

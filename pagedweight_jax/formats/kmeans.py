@@ -18,7 +18,10 @@ of magnitude, and differences of float32 prefix sums would drown the light clust
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64, Int64, UInt8
+from jaxtyping import Float32, Float64, Int64, UInt8
+
+_LEAST_WEIGHT = 1e-6
+"""Part of the row's mean weight that `positive` gives every value at least."""
 
 Bounds = Int64[np.ndarray, "rows _bounds"]
 """Where clusters begin in the sorted row; the last entry is the end, k."""
@@ -56,13 +59,22 @@ class SortedRows:
 
 
 def sort_rows(values: np.ndarray, weights: np.ndarray) -> SortedRows:
-    """Sorts rows; ``weights`` are positive."""
+    """Sorts rows; ``weights`` are positive (see `positive`)."""
     order = np.argsort(values, axis=1, kind="stable")
     x = np.take_along_axis(values, order, axis=1).astype(np.float64)
     h = np.take_along_axis(weights, order, axis=1).astype(np.float64)
     return SortedRows(
         order=order, values=x, weight=_prefix_sums(h), weighted=_prefix_sums(h * x)
     )
+
+
+def positive(
+    weights: Float32[np.ndarray, "rows k"],
+) -> Float64[np.ndarray, "rows k"]:
+    """Gives every value a little weight, and rows without any the same."""
+    weights = weights.astype(np.float64)
+    mean = weights.mean(axis=1, keepdims=True)
+    return np.where(mean > 0, np.maximum(weights, _LEAST_WEIGHT * mean), 1.0)
 
 
 def _prefix_sums(x: np.ndarray) -> np.ndarray:
@@ -157,7 +169,7 @@ def lloyd(rows: SortedRows, bounds: Bounds, max_iterations: int) -> Bounds:
     moving = np.arange(rows.num_rows)
     for _ in range(max_iterations):
         middles = (means[moving, 1:] + means[moving, :-1]) / 2
-        inner = _first_not_below(rows.values[moving], middles)
+        inner = first_not_below(rows.values[moving], middles)
         changed = (inner != bounds[moving, 1:-1]).any(axis=1)
         moving = moving[changed]
         if not len(moving):
@@ -169,7 +181,7 @@ def lloyd(rows: SortedRows, bounds: Bounds, max_iterations: int) -> Bounds:
     return bounds
 
 
-def _first_not_below(
+def first_not_below(
     values: Float64[np.ndarray, "rows k"], limits: Float64[np.ndarray, "rows m"]
 ) -> Int64[np.ndarray, "rows m"]:
     """Counts the values of each sorted row below each limit, by binary search."""

@@ -12,10 +12,14 @@ from checkpoints_tools.quantize import (
     quantize_layer,
     unpack_layer,
 )
-from pagedweight_jax.formats import AffineFormat, CodebookFormat, Format
+from pagedweight_jax.formats import AffineFormat, CodebookFormat, Format, RefinedFormat
 
 EXPERTS, WIDTH, INNER = 3, 128, 64
-FORMATS = (AffineFormat(parent_bits=5), CodebookFormat(parent_bits=4))
+FORMATS = (
+    AffineFormat(parent_bits=5),
+    CodebookFormat(parent_bits=4),
+    RefinedFormat(parent_bits=5),
+)
 
 
 def layer_weights(seed: int) -> LayerWeights:

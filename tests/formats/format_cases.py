@@ -3,13 +3,15 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from pagedweight_jax.formats import AffineFormat, CodebookFormat, Format
+from pagedweight_jax.formats import AffineFormat, CodebookFormat, Format, RefinedFormat
 
 FORMATS: tuple[Format, ...] = (
     AffineFormat(),
     AffineFormat(seed_bits=2, parent_bits=8, group_size=64),
     CodebookFormat(),
     CodebookFormat(seed_bits=2, parent_bits=5),
+    RefinedFormat(),
+    RefinedFormat(seed_bits=4, parent_bits=8),
 )
 
 SHAPE = (2, 64, 128)  # experts, rows, columns

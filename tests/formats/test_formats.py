@@ -16,7 +16,13 @@ from format_cases import (
 )
 from hypothesis import given, settings
 
-from pagedweight_jax.formats import AffineFormat, CodebookFormat, Format, make_format
+from pagedweight_jax.formats import (
+    AffineFormat,
+    CodebookFormat,
+    Format,
+    RefinedFormat,
+    make_format,
+)
 from pallas_kernels import bitplane
 from pallas_kernels.fused_moe import reference
 
@@ -168,7 +174,7 @@ def test_bad_weights_are_named(form: Format):
 
 
 @pytest.mark.parametrize(("seed_bits", "parent_bits"), [(0, 4), (5, 4), (3, 9)])
-@pytest.mark.parametrize("kind", [AffineFormat, CodebookFormat])
+@pytest.mark.parametrize("kind", [AffineFormat, CodebookFormat, RefinedFormat])
 def test_bits_out_of_range_are_refused(kind, seed_bits: int, parent_bits: int):
     with pytest.raises(ValueError, match=f"parent_bits={parent_bits}.*<= 8"):
         kind(seed_bits=seed_bits, parent_bits=parent_bits)
