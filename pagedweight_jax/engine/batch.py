@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int32
 
 from pagedweight_jax.engine.block_manager import BlockManager
 from pagedweight_jax.engine.sampling import SamplingInputs
 from pagedweight_jax.engine.scheduler import Chunk, Schedule
+from pagedweight_jax.engine.slots import NEWEST, RowInputs, blocks_per_row
 from pagedweight_jax.engine.step import Batch, StepShape
-from pallas_kernels.paged_attention import Rows
 
 
 def choose_shape(schedule: Schedule, shapes: Sequence[StepShape]) -> StepShape:
@@ -42,66 +41,68 @@ def first_token(shape: StepShape, row: int) -> int:
 
 
 def build_batch(
-    schedule: Schedule, shape: StepShape, blocks: BlockManager, max_blocks: int
+    schedule: Schedule, shape: StepShape, blocks: BlockManager, num_slots: int
 ) -> Batch:
     """Fills the arrays of a bucket; unused rows have length 0."""
     groups = [schedule.decode, schedule.prefill][: len(shape.groups)]
-    pairs = list(zip(groups, shape.groups, strict=True))
     return Batch(
-        tokens=tuple(_tokens(chunks, *size) for chunks, size in pairs),  # pyright: ignore
         rows=tuple(
-            _rows(chunks, size[0], blocks, max_blocks) for chunks, size in pairs
+            _rows(chunks, size, blocks, num_slots)
+            for chunks, size in zip(groups, shape.groups, strict=True)
         ),
-        sampling=_sampling(schedule, shape),
+        sampling=_sampling(schedule, shape, num_slots),
     )
-
-
-def _tokens(
-    chunks: Sequence[Chunk], num_rows: int, num_queries: int
-) -> Int32[np.ndarray, "R Q"]:
-    tokens = np.zeros((num_rows, num_queries), np.int32)
-    for row, chunk in enumerate(chunks):
-        stop = chunk.start + chunk.length
-        tokens[row, : chunk.length] = chunk.request.token_ids[chunk.start : stop]
-    return tokens
 
 
 def _rows(
-    chunks: Sequence[Chunk], num_rows: int, blocks: BlockManager, max_blocks: int
-) -> Rows:
+    chunks: Sequence[Chunk],
+    size: tuple[int, int],
+    blocks: BlockManager,
+    num_slots: int,
+) -> RowInputs:
+    num_rows, num_queries = size
+    layout = blocks.layout
     starts, lengths, cached = np.zeros((3, num_rows), np.int32)
-    sequences = np.full(num_rows, -1, np.int32)
-    frames_per_block = blocks.layout.frames_per_block
-    frames = np.zeros((num_rows, max_blocks, frames_per_block), np.int32)
-    numbers: dict[str, int] = {}
+    slots = np.full(num_rows, num_slots, np.int32)
+    tokens = np.zeros(size, np.int32)
+    most = blocks_per_row(num_queries, layout)
+    written = np.zeros((num_rows, most, layout.frames_per_block), np.int32)
     for row, chunk in enumerate(chunks):
         request = chunk.request
+        slots[row] = chunk.slot
         starts[row], lengths[row] = chunk.start, chunk.length
         cached[row] = request.num_computed
-        sequences[row] = numbers.setdefault(request.request_id, len(numbers))
-        held = blocks.frames(request.request_id)
-        frames[row, : len(held)] = held
-    return Rows(
+        known = request.token_ids[chunk.start : chunk.stop]
+        tokens[row, : chunk.length] = known or NEWEST
+        first = chunk.start // layout.block_size
+        held = blocks.frames(request.request_id)[first : first + most]
+        written[row, : len(held)] = held
+    return RowInputs(
+        slots=slots,  # pyright: ignore
+        tokens=tokens,  # pyright: ignore
         starts=starts,  # pyright: ignore
         lengths=lengths,  # pyright: ignore
         cached=cached,  # pyright: ignore
-        sequences=sequences,  # pyright: ignore
-        block_frames=frames,  # pyright: ignore
+        written=written,  # pyright: ignore
     )
 
 
-def _sampling(schedule: Schedule, shape: StepShape) -> SamplingInputs:
+def _sampling(schedule: Schedule, shape: StepShape, num_slots: int) -> SamplingInputs:
     token_index, top_k, position = np.zeros((3, shape.num_rows), np.int32)
     temperature = np.zeros(shape.num_rows, np.float32)
     top_p = np.ones(shape.num_rows, np.float32)
     seed = np.zeros(shape.num_rows, np.uint32)
+    slots = np.full(shape.num_rows, num_slots, np.int32)
     for row, chunk in rows_of_chunks(schedule, shape):
+        if not chunk.samples:
+            continue
         request, params = chunk.request, chunk.request.params
         token_index[row] = first_token(shape, row) + chunk.length - 1
         temperature[row], top_p[row] = params.temperature, params.top_p
         top_k[row] = max(0, params.top_k)
         seed[row] = request.seed
-        position[row] = len(request.output_token_ids)
+        position[row] = request.num_output_tokens
+        slots[row] = chunk.slot
     return SamplingInputs(
         token_index=token_index,  # pyright: ignore
         temperature=temperature,  # pyright: ignore
@@ -109,4 +110,5 @@ def _sampling(schedule: Schedule, shape: StepShape) -> SamplingInputs:
         top_k=top_k,  # pyright: ignore
         seed=seed,  # pyright: ignore
         position=position,  # pyright: ignore
+        slots=slots,  # pyright: ignore
     )

@@ -1,6 +1,7 @@
-"""The loop: commit what arrived, plan, schedule, compute, take the tokens."""
+"""The loop: commit what arrived, plan, schedule, enqueue a step, land an older one."""
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,29 +18,26 @@ from pagedweight_jax.engine.batch import (
     rows_of_chunks,
 )
 from pagedweight_jax.engine.block_manager import BlockManager
-from pagedweight_jax.engine.outputs import hits_stop_text
-from pagedweight_jax.engine.request import (
-    FinishReason,
-    Logprob,
-    PositionLogprobs,
-    Request,
+from pagedweight_jax.engine.in_flight import LandedStep, StepInFlight
+from pagedweight_jax.engine.packing import pack
+from pagedweight_jax.engine.precision import PrecisionControl, make_plan
+from pagedweight_jax.engine.programs import Programs
+from pagedweight_jax.engine.request import FinishReason, Request
+from pagedweight_jax.engine.results import (
+    lacks_prompt_logprobs,
+    predicted_prompt_tokens,
+    take_prompt_logprobs,
+    take_token,
 )
-from pagedweight_jax.engine.sampling import TokenLogprobs
+from pagedweight_jax.engine.sampling import TokenLogprobs, sampling_kind
 from pagedweight_jax.engine.scheduler import Chunk, Schedule, Scheduler
-from pagedweight_jax.engine.step import Params, Programs, StepOutput, StepShape
+from pagedweight_jax.engine.step import ForwardOutput, Params, StepShape
 from pagedweight_jax.models.interface import Pages
 from pagedweight_jax.paging.allocator import FrameAllocator
 from pagedweight_jax.paging.migration import Migrator
-from pagedweight_jax.paging.planner import (
-    Plan,
-    PlannerLimits,
-    Watermarks,
-    plan_lower,
-    plan_raise,
-)
+from pagedweight_jax.paging.planner import Plan
 from pagedweight_jax.paging.statistics import RoutingStatistics, update
 from pagedweight_jax.paging.table import PageTable, mean_bits
-from pagedweight_jax.sensitivity import Sensitivity
 
 DENSE_BITS = 16.0
 """What `Precision.mean_bits` says of experts that are not quantised."""
@@ -49,22 +47,14 @@ _MAX_FAILED_PLANS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionControl:
-    """How the engine changes precision; without one it never does.
+class StepReport:
+    """What one call of `Engine.step` did, for logs and displays.
 
     Attributes:
-      half_life_tokens: memory of the routing statistics.
+      decode_tokens: of the step that it enqueued, like ``prefill_tokens``.
+      finished: requests whose end it found, in that step or an older one.
+      steps_in_flight: enqueued steps whose results are still to be taken.
     """
-
-    sensitivity: Sensitivity
-    limits: PlannerLimits
-    watermarks: Watermarks
-    half_life_tokens: float = 2048.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What one call of `Engine.step` did, for logs and displays."""
 
     step: int
     decode_tokens: int
@@ -73,6 +63,7 @@ class StepReport:
     waiting: int
     finished: tuple[Request, ...]
     preempted: tuple[Request, ...]
+    steps_in_flight: int
     kv_blocks_used: int
     kv_blocks_free: int
     mean_bits: float
@@ -82,10 +73,37 @@ class StepReport:
 class Engine:
     """Serves requests; owns the pool and everything that changes between steps.
 
-    A step only reads the pool. Between steps, in this order: planes that have arrived
-    are written and only then raise the page table; a plan may lower pages, whose
-    frames are free at once; the scheduler hands frames to requests; after the step,
-    its fresh keys and values are written.
+    The host runs ahead: it enqueues a step before it has seen the tokens of the one
+    before, so that scheduling, planning and detokenising happen while the device
+    computes. With ``max_steps_in_flight`` = 2:
+
+        device    step n           | step n + 1       | step n + 2       |
+        host      land n - 1,      | land n,          | land n + 1,      |
+                  enqueue n + 1    | enqueue n + 2    | enqueue n + 3    |
+
+    That is safe because of one law: *there is one order, that of enqueueing*. All
+    programs run in it, each pool is made from the one before, and a frame or a slot
+    that the host gives away at some point of it has been read by everything before that
+    point and will be written only by what comes after. So the host's ledgers speak of
+    the point where the next program will be enqueued, not of what the device does now,
+    and need no notion of time:
+
+    - Planes that have arrived are written, and only then the table names them; a plan
+      that lowers pages frees their frames at once; then the scheduler hands frames to
+      requests; then a step is enqueued that reads this pool by this table; then the
+      writing of its keys and values.
+    - A decode row's token is what the request's last step left in its slot; the host
+      need not know it. How many tokens a request has is known without them, so the
+      step of its last one (``max_tokens``, which the longest sequence bounds) is known
+      as well, and frees its slot and blocks as soon as it is enqueued.
+    - A stop token, a stop text and logits that are not numbers are found late, when the
+      step lands. What newer steps in flight compute for that request is surplus: it is
+      written to blocks that were the request's at that point, and dropped as it lands.
+    - Nobody is preempted on stale news: if blocks are short, all steps land first.
+
+    Hence tokens, log probabilities and finish reasons do not depend on how many steps
+    are in flight, as long as precision does not change: the planner sees routing counts
+    when they land, so its plans may come a step later.
     """
 
     def __init__(
@@ -97,7 +115,7 @@ class Engine:
         allocator: FrameAllocator,
         blocks: BlockManager,
         scheduler: Scheduler,
-        max_blocks: int,
+        max_steps_in_flight: int = 2,
         migrator: Migrator | None = None,
         control: PrecisionControl | None = None,
         statistics: RoutingStatistics | None = None,
@@ -112,7 +130,8 @@ class Engine:
           allocator: frames of the pool.
           blocks: key-value blocks over the allocator.
           scheduler: over the blocks.
-          max_blocks: blocks of the longest sequence.
+          max_steps_in_flight: steps that may be enqueued and not taken; with 1 each
+            call of `step` waits for its own.
           migrator: moves planes; None for experts that are not paged.
           control: lets precision change; None keeps what was loaded.
           statistics: of the routing, at the start.
@@ -121,9 +140,11 @@ class Engine:
         self._programs = programs
         self._params = params
         self._pool = pool
+        self._slots = programs.empty_slots()
         self._allocator = allocator
         self._blocks = blocks
-        self._max_blocks = max_blocks
+        self._max_steps_in_flight = max_steps_in_flight
+        self._in_flight: deque[StepInFlight] = deque()
         self._migrator = migrator
         self._control = control
         self._tokenizer = tokenizer
@@ -163,14 +184,17 @@ class Engine:
         self._plan()
         if self._migrator is not None:
             self._migrator.start()
+        finished = self._land_down_to(0) if self.scheduler.lacks_blocks() else []
         schedule = self.scheduler.schedule()
-        finished: list[Request] = []
         if schedule.chunks:
-            finished = self._run(schedule)
+            self._enqueue(schedule)
+            finished += self._land_down_to(self._max_steps_in_flight - 1)
+        elif self._in_flight:
+            finished += self._land()
         elif self._stuck():
-            head = self.scheduler.waiting[0]
-            self._finish(head, "error")
-            finished = [head]
+            finished += [self._finish(self.scheduler.waiting[0], "error")]
+        if not self.has_work:
+            self._land_down_to(0)  # surplus only
         return self._report(schedule, finished)
 
     def settle(self) -> None:
@@ -232,37 +256,24 @@ class Engine:
             self._allocator.num_free - self._migrator.num_queued_frames
         ) // per_block
         wanted = self.scheduler.blocks_wanted()
+        frame_bytes = 4 * self._pool.shape[1]
+        inputs = (self._control, self.statistics, self._migrator, frame_bytes)
         action = marks.decide(free, wanted, self.steps, self._last_change)
         if action == "lower":
             demand = marks.demand_bytes(free, wanted, block_bytes)
-            self._adopt(self._make_plan(demand_bytes=demand))
+            self._adopt(make_plan(*inputs, demand_bytes=demand))
         elif action == "raise" and self._may_raise(marks.dwell_steps):
-            self._last_raise = self.steps
+            # Who waits for a landing request may send the next one as it lands.
+            wanted += self.scheduler.blocks_landing()
             slack = marks.slack_bytes(free, wanted, block_bytes)
-            self._adopt(self._make_plan(slack_bytes=slack))
+            if not slack:
+                return
+            self._last_raise = self.steps
+            self._adopt(make_plan(*inputs, slack_bytes=slack))
 
     def _may_raise(self, dwell_steps: int) -> bool:
         """Whether a raise is due: a plan that found nothing to raise dwells as well."""
         return self._last_raise is None or self.steps - self._last_raise >= dwell_steps
-
-    def _make_plan(
-        self, *, demand_bytes: int | None = None, slack_bytes: int = 0
-    ) -> Plan:
-        assert self._control and self._migrator and self.statistics
-        inputs = (
-            self._migrator.table,
-            self._control.sensitivity,
-            self.statistics,
-            self._control.limits,
-        )
-        frame_bytes, held = 4 * self._pool.shape[1], self._migrator.held
-        if demand_bytes is None:
-            return plan_raise(
-                *inputs, slack_bytes=slack_bytes, frame_bytes=frame_bytes, held=held
-            )
-        return plan_lower(
-            *inputs, demand_bytes=demand_bytes, frame_bytes=frame_bytes, held=held
-        )
 
     def _adopt(self, plan: Plan) -> None:
         assert self._migrator is not None
@@ -294,134 +305,122 @@ class Engine:
 
     # Computing
 
-    def _run(self, schedule: Schedule) -> list[Request]:
+    def _enqueue(self, schedule: Schedule) -> None:
+        """Enqueues a step; its results leave for the host as soon as it has run."""
         shape = choose_shape(schedule, self._programs.shapes)
-        batch = build_batch(schedule, shape, self._blocks, self._max_blocks)
-        output: StepOutput = self._programs.forward[shape](
-            self._params, self._pool, self._device_pages(), batch
+        output = self._forward(schedule, shape)
+        results, logprobs = self._sample(schedule, shape, output)
+        self._in_flight.append(
+            StepInFlight(
+                schedule=schedule,
+                shape=shape,
+                mean_bits=self.mean_bits,
+                results=results,
+                like=self._programs.results[shape.num_rows],
+                logprobs=logprobs,
+                prompt_logprobs=self._prompt_logprobs(schedule, shape, output),
+            )
+        )
+        self.scheduler.advance(schedule)
+
+    def _forward(self, schedule: Schedule, shape: StepShape) -> ForwardOutput:
+        num_slots = len(self._slots.tokens)
+        batch = build_batch(schedule, shape, self._blocks, num_slots)
+        words = jax.device_put(pack(batch))
+        output, self._slots = self._programs.forward[shape](
+            self._params, self._pool, self._device_pages(), self._slots, words
         )
         self._pool = self._programs.commit_kv[shape](
-            self._pool, output.fresh_kv, batch.rows
+            self._pool, output.fresh_kv, self._slots, words
         )
-        self._take_prompt_logprobs(schedule, shape, output)
-        sampled, routing = jax.device_get((output.sampled, output.routing))
-        self._observe(routing.tokens, routing.norms, schedule)
-        finished = []
+        return output
+
+    def _sample(
+        self, schedule: Schedule, shape: StepShape, output: ForwardOutput
+    ) -> tuple[Array, TokenLogprobs | None]:
+        """Computes the next tokens, and no more about them than rows ask for."""
+        rows = shape.num_rows
+        params = [c.request.params for c in schedule.chunks if c.samples]
+        results, tokens, self._slots = self._programs.sample[
+            rows, sampling_kind(params)
+        ](output.logits, output.sampling, output.routing, self._slots)
+        if all(p.logprobs is None for p in params):
+            return results, None
+        return results, self._programs.token_logprobs[rows](output.logits, tokens)
+
+    def _prompt_logprobs(
+        self, schedule: Schedule, shape: StepShape, output: ForwardOutput
+    ) -> TokenLogprobs | None:
+        """Enqueues them where asked for, from the hidden states of the prompt."""
+        start = shape.decode_rows
+        targets = np.zeros(shape.num_tokens - start, np.int32)
+        wanted = False
         for row, chunk in rows_of_chunks(schedule, shape):
-            request = chunk.request
-            request.num_computed = chunk.start + chunk.length
-            request.num_steps += 1
-            request.bits_times_steps += self.mean_bits
-            if not chunk.completes:
-                continue
-            if not sampled.finite[row]:
-                self._finish(request, "error")
-            else:
-                token = int(sampled.tokens[row])
-                self._take_token(request, token, sampled.logprobs, row)
-            if request.finished:
-                finished.append(request)
+            if row >= start and lacks_prompt_logprobs(chunk):
+                wanted, at = True, first_token(shape, row) - start
+                following = predicted_prompt_tokens(chunk)
+                targets[at : at + len(following)] = following
+        if not wanted:
+            return None
+        return self._programs.prompt_logprobs[shape](
+            self._params, output.hidden, targets
+        )
+
+    def _land_down_to(self, count: int) -> list[Request]:
+        """Takes steps, oldest first, until so many are left in flight."""
+        finished = []
+        while len(self._in_flight) > count:
+            finished += self._land()
         return finished
 
-    def _observe(
-        self, tokens: np.ndarray, norms: np.ndarray, schedule: Schedule
-    ) -> None:
+    def _land(self) -> list[Request]:
+        """Waits for the oldest step in flight; returns the requests that it ends."""
+        step = self._in_flight.popleft()
+        landed = step.land()
+        self._observe(step, landed)
+        finished = []
+        for row, chunk in step.rows:
+            if chunk.request.finished:
+                continue  # surplus: the end was found, or asked for, since
+            reason = self._take(step, landed, row, chunk)
+            if reason is not None:
+                finished.append(self._finish(chunk.request, reason))
+        return finished
+
+    def _observe(self, step: StepInFlight, landed: LandedStep) -> None:
         if self.statistics is None or self._control is None:
             return
+        routing = landed.results.routing
         self.statistics = update(
             self.statistics,
-            tokens,
-            norms,
-            sum(chunk.length for chunk in schedule.chunks),
+            routing.tokens,  # pyright: ignore[reportArgumentType]
+            routing.norms,  # pyright: ignore[reportArgumentType]
+            step.num_tokens,
             half_life_tokens=self._control.half_life_tokens,
         )
 
-    def _take_token(
-        self, request: Request, token: int, logprobs: TokenLogprobs, row: int
-    ) -> None:
-        request.token_ids.append(token)
-        if request.first_token_seconds is None:
-            request.first_token_seconds = time.monotonic()
-        request.cumulative_logprob += float(logprobs.logprob[row])
-        if request.params.logprobs is not None:
-            count = request.params.logprobs
-            request.logprobs.append(self._position(logprobs, row, token, count))
-        reason = self._finish_reason(request, token)
-        if reason is not None:
-            self._finish(request, reason)
+    def _take(
+        self, step: StepInFlight, landed: LandedStep, row: int, chunk: Chunk
+    ) -> FinishReason | None:
+        """Gives a request what a row computed; returns why it ends, if it does."""
+        request = chunk.request
+        request.num_steps += 1
+        request.bits_times_steps += step.mean_bits
+        if landed.prompt_logprobs is not None and lacks_prompt_logprobs(chunk):
+            first = step.prompt_position(row)
+            take_prompt_logprobs(chunk, landed.prompt_logprobs, first, self._tokenizer)
+        if not chunk.samples:
+            return None
+        sampled = landed.results.sampled
+        if not sampled.finite[row]:
+            return "error"
+        token = int(sampled.tokens[row])
+        return take_token(request, token, landed.logprobs, row, self._tokenizer)
 
-    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        if token in request.stop_token_ids:
-            given = tuple(request.params.stop_token_ids or ())
-            request.stop_reason = token if token in given else None
-            return "stop"
-        if self._tokenizer is not None:
-            text = hits_stop_text(request, self._tokenizer)
-            if text is not None:
-                request.stop_reason = text
-                return "stop"
-        full = len(request.output_token_ids) >= request.max_tokens
-        return "length" if full else None
-
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: Request, reason: FinishReason) -> Request:
         self.scheduler.finish(request, reason)
         request.finished_seconds = time.monotonic()
-
-    def _take_prompt_logprobs(
-        self, schedule: Schedule, shape: StepShape, output: StepOutput
-    ) -> None:
-        """Computes them where asked for, from the hidden states of the prompt."""
-        chunks = [
-            (row, chunk)
-            for row, chunk in rows_of_chunks(schedule, shape)
-            if row >= shape.decode_rows and _lacks_prompt_logprobs(chunk)
-        ]
-        if not chunks:
-            return
-        start = shape.decode_rows
-        targets = np.zeros(shape.num_tokens - start, np.int32)
-        for row, chunk in chunks:
-            at = first_token(shape, row) - start
-            following = _following(chunk)
-            targets[at : at + len(following)] = following
-        logprobs = jax.device_get(
-            self._programs.prompt_logprobs[shape](self._params, output.hidden, targets)
-        )
-        for row, chunk in chunks:
-            self._append_prompt_logprobs(
-                chunk, logprobs, first_token(shape, row) - start
-            )
-
-    def _append_prompt_logprobs(
-        self, chunk: Chunk, logprobs: TokenLogprobs, at: int
-    ) -> None:
-        request = chunk.request
-        count = request.params.prompt_logprobs
-        assert count is not None
-        for i, token in enumerate(_following(chunk)):
-            if len(request.prompt_logprobs) == chunk.start + i + 1:
-                position = self._position(logprobs, at + i, token, count)
-                request.prompt_logprobs.append(position)
-
-    def _position(
-        self, logprobs: TokenLogprobs, row: int, token: int, count: int
-    ) -> PositionLogprobs:
-        """Builds the logprobs of one position: the token itself and the best ones."""
-        ids = [int(i) for i in logprobs.top_ids[row, :count]]
-        values = [float(v) for v in logprobs.top_logprobs[row, :count]]
-        position = {
-            i: Logprob(value, rank + 1, self._decoded(i))
-            for rank, (i, value) in enumerate(zip(ids, values, strict=True))
-        }
-        own = Logprob(
-            float(logprobs.logprob[row]), int(logprobs.rank[row]), self._decoded(token)
-        )
-        return {**position, token: own}
-
-    def _decoded(self, token: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+        return request
 
     # Looking in
 
@@ -435,6 +434,7 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             finished=tuple(finished),
             preempted=schedule.preempted,
+            steps_in_flight=len(self._in_flight),
             kv_blocks_used=self._blocks.num_used,
             kv_blocks_free=self._blocks.num_free,
             mean_bits=self.mean_bits,
@@ -442,12 +442,12 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Ends all requests and deletes the pool."""
+        """Ends all requests and deletes what the engine holds on the device."""
         for request in list(self.scheduler.requests()):
             self._finish(request, "abort")
+        self._in_flight.clear()
         self._commit_arrivals(block=True)
-        self._pool.delete()
-        for leaf in jax.tree.leaves(self._pages):
+        for leaf in jax.tree.leaves((self._pool, self._slots, self._pages)):
             leaf.delete()
 
     def check_integrity(self) -> None:
@@ -456,15 +456,3 @@ class Engine:
         self.scheduler.check_integrity()
         if self._migrator is not None:
             self._migrator.check_integrity()
-
-
-def _lacks_prompt_logprobs(chunk: Chunk) -> bool:
-    request = chunk.request
-    wanted = request.params.prompt_logprobs is not None
-    return wanted and len(request.prompt_logprobs) < request.num_prompt_tokens
-
-
-def _following(chunk: Chunk) -> list[int]:
-    """Returns the prompt tokens that the chunk's positions predict."""
-    stop = min(chunk.start + chunk.length, chunk.request.num_prompt_tokens - 1)
-    return chunk.request.prompt_token_ids[chunk.start + 1 : stop + 1]

@@ -117,12 +117,14 @@ class Logprob:
 PositionLogprobs = dict[int, Logprob]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Request:
     """One continuation in progress; part of the Scheduler's state.
 
-    ``token_ids`` is prompt and output in one; the first ``num_computed`` of them have
-    their keys and values in the pool. Everything else follows from these two.
+    ``token_ids`` is prompt and output in one, as far as the host has seen it;
+    ``num_in_flight`` more are being sampled by steps that are enqueued. The first
+    ``num_computed`` of all these have their keys and values in the pool by the time the
+    next step runs. Everything else follows from these three.
     """
 
     request_id: str
@@ -135,7 +137,9 @@ class Request:
     arrival_seconds: float = field(default_factory=time.monotonic)
 
     token_ids: list[int] = field(default_factory=list)
+    num_in_flight: int = 0
     num_computed: int = 0
+    slot: int | None = None  # on the device, while it runs
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -164,14 +168,29 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output, those in flight included."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the output, those in flight included."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
     def num_pending(self) -> int:
-        """Tokens whose keys and values are not computed."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens whose keys and values no step computes yet."""
+        return self.num_tokens - self.num_computed
 
     @property
     def decodes(self) -> bool:
         """Whether only the newest token is left to compute; a fresh prompt prefills."""
         return self.num_computed > 0 and self.num_pending == 1
+
+    @property
+    def all_in_flight(self) -> bool:
+        """Whether its last token is sampled already, or will be by an enqueued step."""
+        return self.num_output_tokens >= self.max_tokens
 
     @property
     def finished(self) -> bool:

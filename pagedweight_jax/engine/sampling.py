@@ -1,14 +1,35 @@
-"""From logits to the next token, inside the step."""
+"""From logits to the next token, on the device.
 
+Sorting a vocabulary for top-p, drawing noise and ranking alternatives cost more than
+all else that a small step does to its logits, so each is computed only if a row asks
+for it. Which program that takes is known on the host (`sampling_kind`); a condition
+inside of a program would make a GPU's host thread wait for the device to decide it.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from pagedweight_jax.engine.request import MAX_LOGPROBS
+from pagedweight_jax.engine.request import MAX_LOGPROBS, SamplingParams
 from pallas_kernels.pytree import pytree
+
+SamplingKind = Literal["greedy", "drawn", "filtered"]
+"""The most that a row asks for: the best token, a draw, a draw by top-k or top-p."""
+
+SAMPLING_KINDS: tuple[SamplingKind, ...] = ("greedy", "drawn", "filtered")
+
+
+def sampling_kind(params: Iterable[SamplingParams]) -> SamplingKind:
+    """Returns the cheapest kind that serves all rows."""
+    drawn = [p for p in params if p.temperature > 0]
+    if any(p.top_k > 0 or p.top_p < 1 for p in drawn):
+        return "filtered"
+    return "drawn" if drawn else "greedy"
 
 
 @pytree
@@ -23,6 +44,7 @@ class SamplingInputs:
       seed: of the request.
       position: number of the token in the request's output; with the seed it fixes
         the random numbers, whatever else is in the batch.
+      slots: where the next step finds the token; S for a row that samples none.
     """
 
     token_index: Int32[Array, "M"]
@@ -31,6 +53,7 @@ class SamplingInputs:
     top_k: Int32[Array, "M"]
     seed: UInt32[Array, "M"]
     position: Int32[Array, "M"]
+    slots: Int32[Array, "M"]
 
 
 @pytree
@@ -51,7 +74,6 @@ class Sampled:
 
     tokens: Int32[Array, "M"]
     finite: Bool[Array, "M"]
-    logprobs: TokenLogprobs
 
 
 def token_logprobs(
@@ -94,17 +116,14 @@ def keep_likely(
     return jnp.zeros_like(logits).at[rows, order].set(ranked, unique_indices=True)
 
 
-def _draw(logits: Float32[Array, "M V"], inputs: SamplingInputs) -> Int32[Array, "M"]:
+def _draw(
+    logits: Float32[Array, "M V"], inputs: SamplingInputs, *, filtered: bool
+) -> Int32[Array, "M"]:
     """Samples each row by the Gumbel-max trick with the row's own key."""
     # Colder than this is greedy; logits divided by less could overflow.
     scaled = logits / jnp.maximum(inputs.temperature, 1e-5)[:, None]
-    restricted = jnp.any((inputs.top_k > 0) | (inputs.top_p < 1))
-    scaled = lax.cond(
-        restricted,
-        lambda a: keep_likely(a, inputs.top_k, inputs.top_p),
-        lambda a: a,
-        scaled,
-    )
+    if filtered:
+        scaled = keep_likely(scaled, inputs.top_k, inputs.top_p)
 
     def noise(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
@@ -115,17 +134,19 @@ def _draw(logits: Float32[Array, "M V"], inputs: SamplingInputs) -> Int32[Array,
     ).astype(jnp.int32)
 
 
-def sample(logits: Float32[Array, "M V"], inputs: SamplingInputs) -> Sampled:
-    """Chooses the next token of each row."""
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    drawn = lax.cond(
-        jnp.any(inputs.temperature > 0),
-        lambda: _draw(logits, inputs),
-        lambda: greedy,
-    )
-    tokens = jnp.where(inputs.temperature > 0, drawn, greedy)
-    return Sampled(
-        tokens=tokens,
-        finite=jnp.all(jnp.isfinite(logits), axis=-1),
-        logprobs=token_logprobs(logits, tokens),
-    )
+def sample(
+    logits: Float32[Array, "M V"], inputs: SamplingInputs, kind: SamplingKind
+) -> Sampled:
+    """Chooses the next token of each row.
+
+    Args:
+      logits: of the rows.
+      inputs: their options.
+      kind: static; any kind that serves all rows gives the same tokens.
+    """
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if kind != "greedy":
+        drawn = _draw(logits, inputs, filtered=kind == "filtered")
+        tokens = jnp.where(inputs.temperature > 0, drawn, tokens)
+    finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    return Sampled(tokens=tokens, finite=finite)

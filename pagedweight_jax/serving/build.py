@@ -6,17 +6,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagedweight_jax.engine.block_manager import BlockManager
-from pagedweight_jax.engine.engine import Engine, PrecisionControl
+from pagedweight_jax.engine.engine import Engine
 from pagedweight_jax.engine.memory import MemoryPlan, parse_bytes
+from pagedweight_jax.engine.precision import PrecisionControl
+from pagedweight_jax.engine.programs import Programs, compile_programs
 from pagedweight_jax.engine.scheduler import Scheduler, SchedulerLimits
-from pagedweight_jax.engine.step import Programs, StepShape, compile_programs
+from pagedweight_jax.engine.step import StepShape
 from pagedweight_jax.models.interface import Pages
 from pagedweight_jax.paging import planner
 from pagedweight_jax.paging import pool as paged_pool
 from pagedweight_jax.paging.allocator import FrameAllocator
 from pagedweight_jax.paging.host_store import HostStore
-from pagedweight_jax.paging.migration import Migrator, Transfer, device_put_transfer
+from pagedweight_jax.paging.migration import Migrator
 from pagedweight_jax.paging.planner import PlannerLimits, Watermarks
+from pagedweight_jax.paging.staging import PageableStaging, Transfer
 from pagedweight_jax.paging.statistics import RoutingStatistics, initial
 from pagedweight_jax.paging.table import BLOCK_PLANES, PageTable, empty_table
 from pagedweight_jax.serving.load import LoadedModel
@@ -49,19 +52,22 @@ def build_engine(
     model: LoadedModel,
     options: ServeOptions,
     *,
-    put: Callable[[np.ndarray], Transfer] = device_put_transfer,
+    put: Callable[[np.ndarray], Transfer] | None = None,
 ) -> Built:
     """Splits the budget, compiles all steps and brings the first planes.
 
     Args:
       model: what to serve.
       options: checked options.
-      put: starts a copy of planes to the device; tests pass one that fails.
+      put: starts a copy of planes to the device, in place of the fastest way; tests
+        pass one that fails.
     Raises:
       ValueError: if the budget is too small or an option does not fit the model.
     """
     _check_pin(model, options)
-    kv = kv_layout(model.config, options.dtype, options.block_size)
+    kv = kv_layout(
+        model.config, options.dtype, options.block_size, options.kv_cache_dtype
+    )
     shapes = step_shapes(options)
     limits = _limits(options)
     plan = _first_plan(model, options, limits, 4 * kv.frame_words)
@@ -77,7 +83,7 @@ def build_engine(
         allocator=allocator,
         blocks=blocks,
         scheduler=Scheduler(blocks, _scheduler_limits(shapes)),
-        max_blocks=blocks.blocks_for(max_model_len),
+        max_steps_in_flight=options.max_steps_in_flight,
         migrator=migrator,
         control=control,
         statistics=statistics,
@@ -147,9 +153,9 @@ def _fit(
             max_blocks=-(-max_model_len // kv.block_size),
             staging_frames=STAGING_FRAMES,
         )
-        if programs.temporary_bytes() <= reserved:
+        if programs.workspace_bytes() <= reserved:
             return memory, max_model_len, programs
-        reserved = programs.temporary_bytes()
+        reserved = programs.workspace_bytes()
 
 
 def _empty_pages(model: LoadedModel) -> Pages | None:
@@ -166,13 +172,17 @@ def _empty_table(pages: HostStore) -> PageTable:
 def _migrator(
     model: LoadedModel,
     allocator: FrameAllocator,
-    put: Callable[[np.ndarray], Transfer],
+    put: Callable[[np.ndarray], Transfer] | None,
 ) -> Migrator | None:
     if model.pages is None:
         return None
     table = _empty_table(model.pages)
     return Migrator(
-        model.pages, allocator, table, staging_frames=STAGING_FRAMES, put=put
+        model.pages,
+        allocator,
+        table,
+        staging_frames=STAGING_FRAMES,
+        staging=None if put is None else PageableStaging(put),
     )
 
 

@@ -19,7 +19,13 @@ from pagedweight_jax.paging.migration import PlanRecord
 from pagedweight_jax.paging.planner import PlannerLimits, Watermarks
 from pagedweight_jax.serving.build import Built, build_engine
 from pagedweight_jax.serving.load import LoadedModel, load_model
-from pagedweight_jax.serving.options import Dtype, Policy, ServeOptions, resolve_model
+from pagedweight_jax.serving.options import (
+    Dtype,
+    KvCacheDtype,
+    Policy,
+    ServeOptions,
+    resolve_model,
+)
 
 
 class TokensPrompt(TypedDict):
@@ -61,9 +67,11 @@ class EffectiveConfig:
     policy: Policy
     pin_bits: int | None
     dtype: str
+    kv_cache_dtype: str
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_steps_in_flight: int
     block_size: int
     seed: int
     num_frames: int
@@ -156,7 +164,11 @@ class LLM:
         return groups
 
     def step(self) -> StepReport:
-        """Does one round of the engine."""
+        """Does one round of the engine.
+
+        The tokens of the step that it enqueues are seen by a later call, unless
+        ``max_steps_in_flight`` is 1.
+        """
         return self._engine.step()
 
     def settle(self) -> None:
@@ -261,10 +273,12 @@ class LLM:
             model=str(self._folder),
             policy=options.policy,
             pin_bits=options.pin_bits,
-            dtype=built.kv.dtype,
+            dtype="bfloat16" if options.dtype == "auto" else options.dtype,
+            kv_cache_dtype=built.kv.dtype,
             max_model_len=built.max_model_len,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            max_steps_in_flight=options.max_steps_in_flight,
             block_size=built.kv.block_size,
             seed=options.seed,
             num_frames=built.memory.pool.num_frames,
@@ -370,9 +384,11 @@ def serve(
     pin_bits: int | None = None,
     expert_budget: int | str | None = None,
     dtype: Dtype = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
     max_model_len: int | None = None,
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 256,
+    max_steps_in_flight: int = 2,
     block_size: int = 16,
     seed: int = 0,
     limits: PlannerLimits | None = None,
@@ -393,12 +409,15 @@ def serve(
       expert_budget: bytes of expert planes, or a text such as "12MiB": the planner
         spends them once, by the offline sensitivity, and then keeps every page as it
         is. Floors are the seed bits unless ``limits`` says otherwise.
-      dtype: of parameters, activations and keys and values that are not quantised;
-        "auto" is bfloat16.
+      dtype: of parameters and activations that are not quantised; "auto" is bfloat16.
+      kv_cache_dtype: how keys and values are stored: "auto" as ``dtype``, "bfloat16",
+        or "fp8_e4m3" in half of its bytes (scale 1; beyond 448 it saturates).
       max_model_len: tokens of the longest sequence, prompt and output; None for what
         the model and the budget allow.
       max_num_seqs: requests that run at once.
       max_num_batched_tokens: prompt tokens that one step computes at most.
+      max_steps_in_flight: steps that the device may have been given before the host
+        has seen the tokens of the oldest; 1 waits for every step. Tokens are the same.
       block_size: tokens of a key-value block.
       seed: of requests that bring none.
       limits: floors and weights of the planner.
@@ -417,9 +436,11 @@ def serve(
         pin_bits=pin_bits,
         expert_budget=expert_budget,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_steps_in_flight=max_steps_in_flight,
         block_size=block_size,
         seed=seed,
         limits=limits,

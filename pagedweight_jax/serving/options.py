@@ -9,6 +9,7 @@ from pagedweight_jax.paging.planner import PlannerLimits, Watermarks
 
 Policy = Literal["pagedweight", "bf16"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+KvCacheDtype = Literal["auto", "bfloat16", "fp8_e4m3"]
 
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo" / "checkpoint"
 
@@ -16,6 +17,9 @@ DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo" / "checkpoint"
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Options of `serve`; see there.
+
+    ``kv_cache_dtype`` is how keys and values are stored: "auto" as the model computes
+    them, "fp8_e4m3" in half the bytes of bfloat16 (scale 1; beyond 448 it saturates).
 
     Every option either changes what is reported as the effective configuration, or is
     refused.
@@ -27,9 +31,11 @@ class ServeOptions:
     pin_bits: int | None = None
     expert_budget: int | str | None = None
     dtype: Dtype = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 256
+    max_steps_in_flight: int = 2
     block_size: int = 16
     seed: int = 0
     limits: PlannerLimits | None = None
@@ -37,7 +43,12 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_steps_in_flight",
+            "block_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.seed < 0:
@@ -58,6 +69,7 @@ class ServeOptions:
         for name, choices in (
             ("policy", ("pagedweight", "bf16")),
             ("dtype", ("auto", "float32", "bfloat16")),
+            ("kv_cache_dtype", ("auto", "bfloat16", "fp8_e4m3")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(

@@ -20,9 +20,10 @@ from pagedweight_jax.paging.planner import PlannerLimits
 from pagedweight_jax.paging.statistics import RoutingStatistics, initial
 from pagedweight_jax.paging.table import BLOCK_PLANES
 from pagedweight_jax.serving.load import LoadedModel
-from pagedweight_jax.serving.options import ServeOptions
+from pagedweight_jax.serving.options import Dtype, KvCacheDtype, ServeOptions
 from pallas_kernels.bitplane import plane_words
 from pallas_kernels.paged_attention import KvLayout
+from pallas_kernels.paged_attention.layout import KvDtype
 
 STAGING_FRAMES = 64
 """Frames of a staging array: the most that one commit of planes writes."""
@@ -46,14 +47,24 @@ def step_shapes(options: ServeOptions) -> tuple[StepShape, ...]:
     )
 
 
-def kv_layout(config: ModelConfig, dtype: str, block_size: int) -> KvLayout:
+def kv_layout(
+    config: ModelConfig,
+    dtype: Dtype,
+    block_size: int,
+    kv_cache_dtype: KvCacheDtype = "auto",
+) -> KvLayout:
     """Returns the layout of key-value blocks in frames of one down plane."""
+    stored: dict[KvCacheDtype, KvDtype] = {
+        "auto": "float32" if dtype == "float32" else "bfloat16",
+        "bfloat16": "bfloat16",
+        "fp8_e4m3": "float8_e4m3fn",
+    }
     return KvLayout(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
-        dtype="float32" if dtype == "float32" else "bfloat16",
+        dtype=stored[kv_cache_dtype],
         frame_words=plane_words(config.hidden_size, config.expert_width),
     )
 

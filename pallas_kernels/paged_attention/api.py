@@ -2,29 +2,15 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt32
 
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.layout import KvLayout, pack_rows
 from pallas_kernels.paged_attention.rows import Rows
-from pallas_kernels.paged_attention.support import check_supported, is_supported
+from pallas_kernels.paged_attention.support import check_supported
 
 Implementation = Literal["reference", "mosaic_gpu", "mosaic_gpu_interpret"]
-
-
-def default_implementation(layout: KvLayout, dtype: jnp.dtype) -> Implementation:
-    """Returns the fastest implementation of the default device.
-
-    Args:
-      layout: of the key-value blocks.
-      dtype: of the queries.
-    """
-    device = jax.devices()[0]
-    if device.platform != "gpu" or not device.compute_capability.startswith("9."):
-        return "reference"
-    return "mosaic_gpu" if is_supported(layout, dtype) else "reference"
 
 
 def paged_attention(
@@ -38,7 +24,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
-    implementation: Implementation | None = None,
+    implementation: Implementation = "reference",
 ) -> Float[Array, "R Q N H"]:
     """Attends to the cached tokens of each row's sequence and to the step's fresh ones.
 
@@ -56,9 +42,10 @@ def paged_attention(
       layout: where a token's key and value lie in its block.
       scale: factor on the scores.
       window: tokens that a query sees, itself included; None for all.
-      implementation: None chooses by device and types: Mosaic GPU on Hopper where it
-        can, else the reference. Mosaic GPU multiplies bfloat16 and rounds the weights
-        of the values to it; for float8 keys and values it is fp16.
+      implementation: "mosaic_gpu" must be asked for: its present form has been checked
+        by interpreter, emulator and ptxas, but has not run on a device. It multiplies
+        bfloat16 and rounds the weights of the values to it; for float8 keys and values
+        it is fp16.
     Returns:
       The weighted values, in the type of ``q``; zeros for unused rows.
     Raises:
@@ -70,7 +57,6 @@ def paged_attention(
             f"{q.shape[2]} query heads cannot share {k.shape[2]} key-value heads;"
             " the first must be a multiple of the second"
         )
-    implementation = implementation or default_implementation(layout, q.dtype)
     if implementation == "reference":
         return reference.paged_attention(
             q, k, v, pool, rows, layer, layout, scale=scale, window=window

@@ -338,7 +338,8 @@ def begin_values(
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _own(3)))
-    def inlined(_: Any, to: Register, rows: Any) -> None:
+    def inlined(_: Any, *args: Any) -> None:
+        to, rows = args
         copy_values(unit, to, _registers(rows))
 
     inlined(to, rows)
@@ -706,9 +707,9 @@ def fold_values(
         arg_types=(plgpu.RefType(), _own(2), _own(2), _own(count)),
         return_type=_own_type(count, jnp.dtype(jnp.float32)),
     )
-    def inlined(_: Any, values: Register, weights: Any, keep: Any, sums: Any) -> Any:
-        arrays = [_registers(x) for x in (weights, keep, sums)]
-        return _own_array(fold_value_pieces(unit, values, *arrays))
+    def inlined(_: Any, *args: Any) -> Any:
+        arrays = [_registers(x) for x in args[1:]]
+        return _own_array(fold_value_pieces(unit, args[0], *arrays))
 
     return inlined(values, weights, keep, sums)
 
@@ -790,10 +791,12 @@ def _finish_with_jnp(unit: Unit, place: Place, state: State, out: Ref) -> None:
     for i in range(QUERIES):
         query = place.part * QUERIES + i
 
-        @pl.when(query < unit.queries_per_head)
-        def _(i: int = i, query: Array = query) -> None:
+        def store(i: int, query: Array) -> None:
             at = place.head * unit.queries_per_head + query
             out[place.row, at] = result[i].astype(out.dtype)
+
+        exists = query < unit.queries_per_head
+        pl.when(exists)(functools.partial(store, i, query))
 
 
 def store_results(

@@ -65,12 +65,10 @@ def left(x: Register, places: int) -> Register:
     return arith.shli(x, constant(places)) if places else x
 
 
-def permute(x: Register, y: Register, selector: Register | int) -> Register:
+def permute(x: Register, y: Register, selector: int) -> Register:
     """Chooses 4 of the 8 bytes of x (0..3) and y (4..7)."""
-    if isinstance(selector, int):
-        selector = constant(selector)
     return utils.inline_ptx(
-        "prmt.b32 $0, $1, $2, $3;", x, y, selector, result_types=i32()
+        "prmt.b32 $0, $1, $2, $3;", x, y, constant(selector), result_types=i32()
     )
 
 

@@ -3,11 +3,10 @@
 A CTA takes 64 queries of a row and a few heads that share a key-value head, a warpgroup
 each (two for heads wider than 256, which share a head's columns):
 
-    tile of keys and values    0          1          2          ..
-    copy (cp.async)         |----- 0 ---||--- 1 ---||--- 2 ---|
-    scores = q k' (wgmma)               |0|        |1|
-    softmax                               |0|        |1|
-    sums += weights v                       |0|        |1|
+    copy (cp.async)        |---- 0 ----||---- 1 ----||---- 2 ----|
+    scores = q k' (wgmma)               |-0-|        |-1-|
+    softmax                                 |-0-|        |-1-|
+    sums += weights v (wgmma)                   |-0-|        |-1-|
 
 First come the tiles of cached tokens, read straight out of the pool by table, then
 those of the step's fresh rows of the same sequence. A tile that no query sees is
@@ -15,6 +14,7 @@ skipped: its copy does not begin. Both kinds are data, so one program serves all
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -303,10 +303,14 @@ class _Cta:
             wait_for_copies(cut)
             synchronize(cut, self.meeting)
             following = next_seen(i + 1)
-            if self.config.slots == 2:
-                pl.when(k + 1 < count)(lambda: begin(following, 1 - slot))
+
+            def meanwhile() -> None:
+                if self.config.slots == 2:
+                    pl.when(k + 1 < count)(lambda: begin(following, 1 - slot))
+
             seen = self._tile(first, cached_tiles, i)
-            return following, self._fold(seen, slot, head, part, state)
+            scores = self._scores(head, slot, meanwhile)
+            return following, self._fold(seen, scores, slot, part, state)
 
         start = next_seen(jnp.int32(0))
         if self.config.slots == 2:
@@ -397,11 +401,16 @@ class _Cta:
         )
 
     def _fold(
-        self, tile: _Tile, slot: Array, head: Array, part: Array, state: _State
+        self,
+        tile: _Tile,
+        scores: Float32[Array, "64 tokens"],
+        slot: Array,
+        part: Array,
+        state: _State,
     ) -> _State:
         """Folds a tile into the running softmax."""
         sums, top, total = state
-        scores = self._scores(head, slot) * (self.scale * math.log2(math.e))
+        scores = scores * (self.scale * math.log2(math.e))
         scores = jnp.where(self._visible(tile), scores, _MASKED)
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         keep = jnp.exp2(top - new_top)
@@ -421,15 +430,20 @@ class _Cta:
         visible = (distance >= 0) & (token < tile.stop - tile.start)
         return visible if self.window is None else visible & (distance < self.window)
 
-    def _scores(self, head: Array, slot: Array) -> Float32[Array, "64 tokens"]:
+    def _scores(
+        self, head: Array, slot: Array, meanwhile: Callable[[], None]
+    ) -> Float32[Array, "64 tokens"]:
+        """Multiplies queries and keys, and does something else while that runs."""
         shape = (QUERIES, self.cut.tokens)
         pairs = [(self.q.at[head, p], self.keys.at[slot, p]) for p in self._parts]
         if self.cut.interpret:
+            meanwhile()
             return sum((_dot(q[...], k[...].T) for q, k in pairs), jnp.zeros(shape))
 
         def multiply(scores: Ref) -> Array:
             for q, k in pairs:
                 plgpu.wgmma(scores, q, k.transpose((1, 0)))
+            meanwhile()
             return scores[...]
 
         return pl.run_scoped(multiply, plgpu.ACC(shape))  # pyright: ignore
@@ -448,7 +462,8 @@ class _Cta:
         def multiply(sums: Ref) -> None:
             plgpu.wgmma(sums, weights, values)
 
-        return pl.run_state(multiply)(plgpu.ACC.init(sums))
+        accumulator: Any = plgpu.ACC.init(sums)  # pyright: ignore
+        return pl.run_state(multiply)(accumulator)
 
     def _store(self, state: _State, to: Ref) -> None:
         sums, _, total = state

@@ -34,6 +34,7 @@ SWIZZLED = (
 MAX_COLUMNS = 256
 """Columns of a product of wgmma; wider heads are cut into parts."""
 
+_LANES = 32
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _TILE_REF = plgpu.RefType(SWIZZLED)
 
@@ -157,9 +158,10 @@ def begin_copy(
         + (_SCALAR,) * (1 + len(_FIELDS))
     )
     def inlined(_: Any, *args: Any) -> None:
+        pool, fresh, table, keys, values = args[:5]
         warpgroup, *fields = [s.registers.item() for s in args[5:]]
         tokens = Tokens(**dict(zip(_FIELDS, fields, strict=True)))
-        copy_tokens(cut, tokens, *args[:5], warpgroup)
+        copy_tokens(cut, tokens, pool, fresh, table, keys, values, warpgroup)
         ins.commit_copies()
 
     inlined(*sources, keys, values, warpgroup, *vars(tokens).values())
@@ -200,32 +202,41 @@ def copy_tokens(
     warpgroup: Register,
 ) -> None:
     """Copies with threads; see `begin_copy`."""
-    layout = cut.layout
     thread = ins.add(ins.thread(), ins.multiply(warpgroup, THREADS))
-    key_column = ins.multiply(tokens.head, cut.head_bytes)
-    value_column = ins.add(key_column, layout.num_kv_heads * cut.head_bytes)
+    lane_rows = [
+        _row_of_lane(cut, tokens, pool, fresh, table, first)
+        for first in range(0, cut.tokens, _LANES)
+    ]
+    value_column = cut.layout.num_kv_heads * cut.head_bytes
     pieces = []
     for i in range(cut.rounds):
-        number = ins.add(thread, i * cut.warpgroups * THREADS)
-        token, piece = ins.divide(number, cut.pieces)
-        source, exists = _source(cut, tokens, pool, fresh, table, token)
+        first = i * cut.warpgroups * THREADS
+        token, piece = ins.divide(ins.add(thread, first), cut.pieces)
+        last = first + cut.warpgroups * THREADS - 1
+        groups = range(first // cut.pieces // _LANES, last // cut.pieces // _LANES + 1)
+        low, high, exists = _from_lane(token, groups, lane_rows)
+        source = ins.address_of_halves(low, high)
         source = ins.offset_address(source, ins.left(piece, 4))
-        for ref, column in ((keys, key_column), (values, value_column)):
-            at = ins.offset_address(source, column)
+        for ref, column in ((keys, 0), (values, value_column)):
+            at = ins.offset_address(source, ins.constant(column))
             pieces.append((ref, token, piece, at, exists))
     (_convert if cut.converts else _copy)(cut, pieces)
 
 
-def _source(
+def _row_of_lane(
     cut: Cut,
     tokens: Tokens,
     pool: Register,
     fresh: Register,
     table: Register,
-    token: Register,
-) -> tuple[Register, Register]:
-    """Returns the address of the row of a tile's token, and whether it exists."""
-    position = ins.add(tokens.start, token)
+    first: int,
+) -> list[Register]:
+    """Returns where the key of token ``first + lane`` begins, and 1 if it exists.
+
+    The address takes two words, for `_from_lane`.
+    """
+    lane = ins.bits_and(ins.thread(), _LANES - 1)
+    position = ins.add(ins.add(tokens.start, lane), first)
     last = ins.add(tokens.cached, -1)
     at = ins.larger(ins.smaller(position, last), 0)
     frame = cached_frame(cut.layout, table, tokens.row, tokens.layer, at)
@@ -236,24 +247,39 @@ def _source(
     row_bytes = 4 * cut.layout.row_words
     new = ins.row_address(ins.global_address(fresh), nth, row_bytes)
     is_fresh = ins.equal(tokens.is_fresh, ins.constant(1))
-    return ins.choose(is_fresh, new, old), exists
+    address = ins.choose(is_fresh, new, old)
+    address = ins.offset_address(address, ins.multiply(tokens.head, cut.head_bytes))
+    exists = ins.choose(exists, ins.constant(1), ins.constant(0))
+    return [*ins.halves_of_address(address), exists]
+
+
+def _from_lane(
+    token: Register, groups: range, lane_rows: list[list[Register]]
+) -> list[Register]:
+    """Returns the row of a token, which is in one of the groups of 32."""
+    lane = ins.bits_and(token, _LANES - 1)
+    row = [ins.from_lane(x, lane) for x in lane_rows[groups[0]]]
+    for group in groups[1:]:
+        here = ins.less(ins.constant(group * _LANES - 1), token)
+        other = [ins.from_lane(x, lane) for x in lane_rows[group]]
+        row = [ins.choose(here, y, x) for x, y in zip(row, other, strict=True)]
+    return row
 
 
 _Piece = tuple[Register, Register, Register, Register, Register]
-"""Tile, token, number in the token, address in global memory, whether it exists."""
+"""Tile, token, number in the token, address in global memory, 1 if it exists."""
 
 
 def _copy(cut: Cut, pieces: list[_Piece]) -> None:
     for ref, token, piece, source, exists in pieces:
         to = ins.add(ins.shared_address(ref), _in_tile(cut, token, piece))
-        taken = ins.choose(exists, ins.constant(16), ins.constant(0))
-        ins.begin_copy(to, source, 16, taken)
+        ins.begin_copy(to, source, 16, ins.left(exists, 4))
 
 
 def _convert(cut: Cut, pieces: list[_Piece]) -> None:
     loaded = [ins.load_constant(piece[3], 0, 4) for piece in pieces]
     for (ref, token, piece, _, exists), words in zip(pieces, loaded, strict=True):
-        words = [ins.choose(exists, word, ins.constant(0)) for word in words]
+        words = [ins.multiply(word, exists) for word in words]
         halves = [half for word in words for half in ins.float8_to_halves(word)]
         for j in range(2):
             wide = ins.add(ins.left(piece, 1), j)
@@ -293,10 +319,5 @@ def synchronize(cut: Cut, barrier: Ref) -> None:
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
         return
-
-    @plgpu.inline_mgpu()
-    def inlined(_: Any) -> None:
-        ins.publish_shared()
-        ins.synchronize(1)
-
-    inlined()
+    plgpu.inline_mgpu()(lambda _: ins.publish_shared())()
+    plgpu.inline_mgpu()(lambda _: ins.synchronize(1))()

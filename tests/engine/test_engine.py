@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
 import tiny
+from engine_cases import steps_in_flight
 
 from pagedweight_jax.engine.request import Request, SamplingParams
 from pagedweight_jax.serving.build import Built
@@ -148,7 +151,8 @@ def test_a_tiny_pool_always_makes_progress(tight):
 
     def progress(report) -> None:
         work = report.decode_tokens + report.prefill_tokens
-        assert work or report.preempted, f"step {report.step} did nothing"
+        did = work or report.preempted or report.finished
+        assert did, f"step {report.step} did nothing"
         assert report.kv_blocks_used + report.kv_blocks_free <= 16
 
     tiny.run(tight.engine, requests, after_step=progress, max_steps=5000)
@@ -186,17 +190,29 @@ def test_a_request_with_nan_fails_alone(roomy, oracle):
     assert requests[2].output_token_ids == oracle.greedy(sound[2], 8)
 
 
+def seed_that_draws(token: int, position: int) -> int:
+    """A seed whose noise alone chooses a token, which is what great heat leaves."""
+
+    def chosen(seed):
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jnp.argmax(jax.random.gumbel(key, (tiny.VOCAB_SIZE,), jnp.float32))
+
+    seeds = jnp.arange(5000, dtype=jnp.uint32)
+    found = np.flatnonzero(np.asarray(jax.jit(jax.vmap(chosen))(seeds)) == token)
+    return int(found[0])
+
+
 def test_a_token_that_breaks_the_model_ends_the_request_in_decode(roomy, oracle):
-    prompt = tiny.prompts(7, [12])[0]
-    request = tiny.request("0", prompt, greedy(20))
-    neighbour = tiny.request("1", tiny.prompts(8, [12])[0], greedy(20))
-    roomy.engine.add(request)
-    roomy.engine.add(neighbour)
-    while len(request.output_token_ids) < 5:
-        roomy.engine.step()
-    request.token_ids[-1] = tiny.POISON  # as if it had been sampled
-    tiny.run(roomy.engine, [])
+    prompts = tiny.prompts(7, [12, 12])
+    hot = SamplingParams(
+        temperature=1e9, max_tokens=20, seed=seed_that_draws(tiny.POISON, 4)
+    )
+    request = tiny.request("0", prompts[0], hot)
+    neighbour = tiny.request("1", prompts[1], greedy(20))
+    serve(roomy, [request, neighbour])
     assert request.finish_reason == "error"
+    assert len(request.output_token_ids) == 5
+    assert request.output_token_ids[-1] == tiny.POISON
     assert neighbour.output_token_ids == oracle.greedy(neighbour.prompt_token_ids, 20)
 
 
@@ -246,19 +262,27 @@ def test_an_unknown_request_is_not_aborted(roomy):
     assert not roomy.engine.abort("nobody")
 
 
-def test_the_report_tells_what_the_step_did(tight):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_report_tells_what_the_step_did(tight, depth):
     requests = [
         tiny.request(str(i), p, greedy(3))
         for i, p in enumerate(tiny.prompts(12, (24, 24)))
     ]
     for request in requests:
         tight.engine.add(request)
-    reports = [tight.engine.step() for _ in range(4)]
+    with steps_in_flight(tight, depth):
+        reports = [tight.engine.step() for _ in range(4 + depth - 1)]
+    late = [()] * (depth - 1)
     computed = [(r.prefill_tokens, r.decode_tokens) for r in reports]
     # One prefill row a step; the first request decodes beside the second's prefill.
-    assert computed == [(24, 0), (24, 1), (0, 2), (0, 1)]
-    finished = [[r.request_id for r in report.finished] for report in reports]
-    assert finished == [[], [], ["0"], ["1"]]
-    assert [(r.running, r.waiting) for r in reports] == [(2, 0), (2, 0), (1, 0), (0, 0)]
-    assert [r.kv_blocks_used for r in reports] == [12, 13, 7, 0]
+    assert computed == [(24, 0), (24, 1), (0, 2), (0, 1), *[(0, 0)] * (depth - 1)]
+    finished = [tuple(r.request_id for r in report.finished) for report in reports]
+    assert finished == [*late, (), (), ("0",), ("1",)]
+    # Blocks are free as soon as the last step that needs them is enqueued.
+    assert [r.kv_blocks_used for r in reports][:4] == [12, 13, 7, 0]
+    assert [(r.running, r.waiting) for r in reports][:4] == [
+        *((2, 0), (2, 0), (1, 0), (0, 0))
+    ]
+    in_flight = [depth - 1] * 4 + [0] * (depth - 1)
+    assert [r.steps_in_flight for r in reports] == in_flight
     assert {r.mean_bits for r in reports} == {5.0}

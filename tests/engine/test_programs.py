@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
+from pagedweight_jax.engine.programs import Programs, compile_programs
 from pagedweight_jax.engine.request import SamplingParams
-from pagedweight_jax.engine.step import Programs, StepShape, compile_programs
+from pagedweight_jax.engine.step import StepShape
 from pagedweight_jax.models.interface import Pages
 from pagedweight_jax.paging.planner import Watermarks
 from pagedweight_jax.paging.pool import PoolLayout
@@ -71,7 +72,7 @@ def test_a_commit_of_planes_is_in_place(programs):
 
 def test_the_reserve_bounds_what_the_programs_need(programs, model):
     bound = workspace(model, kv_layout(model.config, "float32", 16), SHAPES)
-    assert 0 < programs.temporary_bytes() <= bound
+    assert 0 < programs.workspace_bytes() <= bound
 
 
 class Compilations:

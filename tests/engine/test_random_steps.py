@@ -1,4 +1,7 @@
-"""2,000 random steps under memory pressure, all ledgers checked after each."""
+"""2,000 random steps under memory pressure, all ledgers checked after each.
+
+The number of steps in flight changes as well.
+"""
 
 import dataclasses
 import itertools
@@ -44,6 +47,7 @@ class World:
     def act(self, step: int) -> None:
         if step % 100 == 0:  # calm and stormy weather, slow and failing copies
             self.load = float(self.rng.choice([0.0, 0.1, 0.3, 0.9]))
+            self.llm._engine._max_steps_in_flight = int(self.rng.choice([1, 2, 4]))
             self.transfers.delay = int(self.rng.choice([0, 0, 3, 20]))
             self.transfers.fails = float(self.rng.choice([0.0, 0.0, 0.3, 1.0]))
             self.transfers.refused = float(self.rng.choice([0.0, 0.0, 0.5]))
@@ -86,7 +90,7 @@ class World:
         assert after.min() >= 3, f"{where}: a page has no use"
         self.check_promises(where)
         for request in self.requests:
-            assert request.num_computed <= len(request.token_ids), where
+            assert request.num_computed <= request.num_tokens, where
             assert request.token_ids[: request.num_prompt_tokens] == (
                 request.prompt_token_ids
             ), where

@@ -12,17 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from pagedweight_jax.engine.request import SamplingParams
 from pagedweight_jax.engine.sampling import (
+    SAMPLING_KINDS,
     Sampled,
     SamplingInputs,
+    SamplingKind,
     keep_likely,
     sample,
+    sampling_kind,
     token_logprobs,
 )
 
 ROWS, VOCAB = 4, 12
 
-jit_sample = jax.jit(sample)
+jit_kind = jax.jit(sample, static_argnames="kind")
 jit_keep_likely = jax.jit(keep_likely)
 jit_logprobs = jax.jit(token_logprobs)
 
@@ -46,7 +50,13 @@ def inputs(
         top_k=full(top_k, np.int32),
         seed=full(seed, np.uint32),
         position=full(position, np.int32),
+        slots=full(0, np.int32),
     )
+
+
+def jit_sample(logits: jax.Array, inputs: SamplingInputs) -> Sampled:
+    """By the kind that serves whatever is asked for."""
+    return jit_kind(logits, inputs, "filtered")
 
 
 def kept_by_numpy(logits: np.ndarray, top_k: int, top_p: float) -> set[int]:
@@ -228,14 +238,49 @@ def test_logprobs_and_ranks_equal_scipy():
     )
 
 
-def test_logprobs_are_those_before_temperature_and_filters():
-    logits = np.random.default_rng(5).normal(size=(ROWS, VOCAB)).astype(np.float32)
-    got = jit_sample(
-        jnp.asarray(logits), inputs(ROWS, temperature=0.3, top_k=2, seed=np.arange(4))
+ROW_OPTIONS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+        "top_k": st.sampled_from([-1, 0, 2]),
+        "top_p": st.sampled_from([0.5, 1.0]),
+        "seed": st.integers(0, 99),
+    }
+)
+
+
+@given(options=st.lists(ROW_OPTIONS, min_size=ROWS, max_size=ROWS), logits=LOGITS)
+@settings(max_examples=60)
+def test_every_kind_that_serves_all_rows_gives_the_same_tokens(options, logits):
+    """So a neighbour that asks for more changes nothing."""
+    params = [SamplingParams(**o) for o in options]
+    rows = inputs(
+        ROWS,
+        temperature=np.array([p.temperature for p in params], np.float32),
+        top_k=np.array([max(0, p.top_k) for p in params]),
+        top_p=np.array([p.top_p for p in params], np.float32),
+        seed=np.array([p.seed for p in params]),
     )
-    exact = scipy.special.log_softmax(logits.astype(np.float64), axis=1)
-    wanted = exact[np.arange(ROWS), np.asarray(got.tokens)]
-    np.testing.assert_allclose(got.logprobs.logprob, wanted, atol=1e-5)
+    cheapest = SAMPLING_KINDS.index(sampling_kind(params))
+    kinds: tuple[SamplingKind, ...] = SAMPLING_KINDS[cheapest:]
+    chosen = [
+        np.asarray(jit_kind(jnp.asarray(logits), rows, k).tokens).tolist()
+        for k in kinds
+    ]
+    assert all(tokens == chosen[-1] for tokens in chosen), kinds
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ([], "greedy"),
+        ([{"temperature": 0.0, "top_k": 3}, {"temperature": 0.0}], "greedy"),
+        ([{"temperature": 0.0}, {"temperature": 0.5, "top_k": -1}], "drawn"),
+        ([{}, {"top_p": 0.9}], "filtered"),
+        ([{"top_k": 1}], "filtered"),
+    ],
+)
+def test_nobody_pays_for_what_no_row_asks_for(options, kind):
+    assert sampling_kind([SamplingParams(**o) for o in options]) == kind
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

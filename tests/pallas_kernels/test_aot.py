@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel lowers, and ptxas takes it, on a machine without a GPU."""
+"""The kernels of the fused MoE compile for an H200 on a machine without a GPU."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ import pytest
     importlib.util.find_spec("jax_cuda13_plugin") is None,
     reason="jax-cuda13-plugin is not installed",
 )
-def test_kernel_compiles_for_an_h200_and_copies_no_pool():
+def test_kernels_compile_for_an_h200_and_copy_neither_pool_nor_tables():
     here = Path(__file__).parent
     root = here.parents[1]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
@@ -23,7 +23,7 @@ def test_kernel_compiles_for_an_h200_and_copies_no_pool():
         env=env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]

@@ -29,7 +29,7 @@ def patch(monkeypatch, *memory):
     thread = THREAD.astype(np.uint32)
     modules = {
         "arith": SimpleNamespace(
-            constant=warpgroup._constant,
+            constant=constant,
             andi=lambda x, y: x & y,
             addi=lambda x, y: x + y,
             muli=lambda x, y: x * y,
@@ -58,11 +58,19 @@ def patch(monkeypatch, *memory):
     return group.memrefs
 
 
+def constant(kind, attribute):
+    if str(kind) == "i64":
+        return np.full(128, attribute.value, np.uint64)
+    return warpgroup._constant(kind, attribute)
+
+
 def execute(group, code, *args, result_types, has_side_effects=False):
     del has_side_effects
     name = code.split()[0]
     if name == "mul.rn.f16x2":
         return warpgroup._packed(*warpgroup._halves(*args, f=lambda x, y: x * y))
+    if name == "mov.b32" and len(args) == 1:
+        return args[0]
     if name == "ld.global.nc.b16":
         return group._load(args[0], np.uint16, 1)[:, 0]
     if name.startswith("ld.global.nc.v"):
@@ -85,6 +93,17 @@ def tile(bits, order):
     rng = np.random.default_rng(bits)
     codes = rng.integers(0, 2**bits, (64, 64))
     return rng, codes, list(np.asarray(bitplane.pack(codes, bits, order)))
+
+
+@pytest.mark.parametrize(("v", "width"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2)])
+def test_every_thread_loads_its_words_of_a_plane(v, width, monkeypatch):
+    pool = np.arange(5 * 128 * v, dtype=np.uint32).reshape(5, 128 * v)
+    (memory,) = patch(monkeypatch, pool.view(np.uint16))
+    row, chunk, part = (np.full(128, x, np.uint32) for x in (1, 2, v // width - 1))
+    address = half_weights._plane_address(memory, row, chunk, part, v=v, width=width)
+    place = (address - np.uint64(memory.base)) // np.uint64(4)
+    expected = pool[3].reshape(128, v)[:, v - width]
+    np.testing.assert_array_equal(place, expected)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

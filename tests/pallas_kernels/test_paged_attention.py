@@ -17,7 +17,7 @@ from attention_oracle import (
     oracle,
 )
 
-from pallas_kernels.paged_attention import KvLayout, paged_attention
+from pallas_kernels.paged_attention import KvLayout, decode, paged_attention
 from pallas_kernels.paged_attention.layout import pack_rows, row_address, unpack_rows
 from pallas_kernels.paged_attention.support import HEAD_DIMS
 
@@ -197,6 +197,22 @@ def test_decode_of_any_length(implementation, stored, window):
 def test_decode_shares_key_value_heads(implementation, heads, kv_heads):
     layout = decode_layout("bfloat16", kv_heads=kv_heads)
     check(decode_step(layout, [20], heads), layout, None, implementation)
+
+
+@pytest.mark.parametrize("ring_slots", [2, 3])
+def test_decode_with_a_ring_of_any_size(ring_slots):
+    layout = decode_layout("bfloat16")
+    step = decode_step(layout, [300], heads=2)
+    q, k, v, *rest = step.args
+    config = decode.Config(splits=1, warpgroups=1, ring_slots=ring_slots)
+    out = decode.paged_attention(
+        *(q, pack_rows(k, v, layout), *rest, layout),
+        scale=SCALE,
+        config=config,
+        interpret=True,
+    )
+    actual = np.asarray(out, np.float64)
+    check_used(actual, step, layout, None, ROUNDED_TOLERANCE)
 
 
 @pytest.mark.gpu

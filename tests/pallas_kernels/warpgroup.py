@@ -336,6 +336,10 @@ def _packed(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return low | high << 16
 
 
+def _pair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return low.astype(np.uint32) | high.astype(np.uint32) << 16
+
+
 def _pack_bfloat16(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     pair = np.stack([low, high], axis=1).astype(ml_dtypes.bfloat16)
     return pair.view(np.uint32)[:, 0]
@@ -443,7 +447,7 @@ _SIMPLE: dict[str, Callable[..., Any]] = {
     "fma.rn.f32": _quiet(_fma),
     "match.any.sync.b32": _match,
     "mul.rn.f16x2": lambda x, y: _packed(*_halves(x, y, f=lambda x, y: x * y)),
-    "mov.b32": lambda low, high: low.astype(np.uint32) | high.astype(np.uint32) << 16,
+    "mov.b32": lambda x, *high: _pair(x, *high) if high else x,
     "mov.u32": lambda: ((1 << _LANES % 32) - 1).astype(np.uint32),  # %lanemask_lt
     "prmt.b32": _prmt,
     "rcp.approx.ftz.f32": _quiet(lambda x: np.float32(1) / x),

@@ -11,7 +11,7 @@ def test_budget_is_split_again_where_steps_need_more_than_the_bound(monkeypatch)
 
     def compile_programs(*args, **kwargs):
         programs = compile_(*args, **kwargs)
-        measured.append(programs.temporary_bytes())
+        measured.append(programs.workspace_bytes())
         return programs
 
     compile_ = build.compile_programs

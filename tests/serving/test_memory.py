@@ -206,6 +206,7 @@ SPENDING = tiny.options(
     max_model_len=40,
     max_num_seqs=3,
     max_num_batched_tokens=16,
+    max_steps_in_flight=3,
     block_size=8,
     seed=9,
     expert_budget=EXPERT_BUDGET,
@@ -239,11 +240,12 @@ def test_options_have_an_effect_on_the_effective_configuration(spending):
     limits = built.engine.scheduler._limits
     assert (limits.max_num_seqs, limits.prefill_queries) == (3, 16)
     assert built.kv.block_size == 8
+    assert built.engine._max_steps_in_flight == 3
 
 
 AUDITED_HERE = (
     *("policy", "pin_bits", "dtype", "max_model_len", "max_num_seqs"),
-    *("max_num_batched_tokens", "block_size", "seed"),
+    *("max_num_batched_tokens", "max_steps_in_flight", "block_size", "seed"),
 )
 
 
@@ -251,6 +253,7 @@ def test_every_option_is_in_the_audit():
     elsewhere = {
         *("memory_budget", "expert_budget"),  # above
         "gpu_memory_utilization",  # below
+        "kv_cache_dtype",  # test_kv_cache.py
         *("limits", "watermarks"),  # tests/engine/test_pressure.py
     }
     fields = {f.name for f in dataclasses.fields(ServeOptions)}

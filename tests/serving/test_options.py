@@ -18,8 +18,10 @@ MARKS = Watermarks(low_blocks=1, high_blocks=2, dwell_steps=3)
     [
         ("policy", "int4", r"policy='int4' is unknown.*pagedweight, bf16"),
         ("dtype", "float16", r"dtype='float16' is unknown.*float32, bfloat16"),
+        ("kv_cache_dtype", "fp8", r"='fp8' is unknown.*auto, bfloat16, fp8_e4m3"),
         ("max_num_seqs", 0, "max_num_seqs=0 must be at least 1"),
         ("max_num_batched_tokens", 0, "max_num_batched_tokens=0 must be at least 1"),
+        ("max_steps_in_flight", 0, "max_steps_in_flight=0 must be at least 1"),
         ("block_size", 0, "block_size=0 must be at least 1"),
         ("max_model_len", 1, "max_model_len=1 must be at least 2"),
         ("gpu_memory_utilization", 0.0, "must be above 0 and at most 1"),
