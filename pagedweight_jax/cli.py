@@ -96,7 +96,7 @@ def _define_convert(values: Values) -> None:
     flags.DEFINE_enum(
         "format",
         "affine",
-        ["affine", "codebook"],
+        ["affine", "codebook", "refined"],
         "Number format of the planes.",
         flag_values=values,
     )
@@ -204,20 +204,116 @@ def _demo(values: Values, _: str) -> None:
         _write_json(values.json, result)
 
 
-def _define_bench(values: Values) -> None:
+def _define_planner_bench(values: Values) -> None:
     flags.DEFINE_integer("pages", 11_520, "Pages of the model.", flag_values=values)
     flags.DEFINE_integer("repeats", 200, "Plans of each kind.", flag_values=values)
     flags.DEFINE_string("output", None, "JSON file to write.", flag_values=values)
 
 
-def _bench(values: Values, name: str) -> None:
+def _planner_bench(values: Values, _: str) -> None:
     from pagedweight_jax.evaluation import planner_bench
 
-    if name != "planner":
-        raise ValueError(f"bench {name!r} is unknown; there is: planner")
     result = planner_bench.run(values.pages, values.repeats)
     if values.output:
         _write_json(values.output, result)
+
+
+def _define_kernel_bench(values: Values) -> None:
+    many = flags.DEFINE_list
+    many("shapes", ["qwen", "mixtral", "gemma"], "Layers, or tiny.", flag_values=values)
+    many(
+        "bits",
+        ["3", "4", "6", "8", "mixed"],
+        "Bits of all pages; mixed draws 3 to 6 for each.",
+        flag_values=values,
+    )
+    many("tokens", ["1", "4", "16", "64", "4096"], "Of a call.", flag_values=values)
+    many("format", ["affine", "codebook", "refined"], "Of planes.", flag_values=values)
+    flags.DEFINE_integer("calls", 12, "Calls timed a row.", flag_values=values)
+    flags.DEFINE_boolean(
+        "torch", True, "Time torch, where installed.", flag_values=values
+    )
+    flags.DEFINE_boolean(
+        "tune",
+        False,
+        "Choose sizes of the kernels for these shapes and formats first.",
+        flag_values=values,
+    )
+    flags.DEFINE_string("output", None, "JSON file to write.", flag_values=values)
+
+
+def _kernel_bench(values: Values, _: str) -> None:
+    from pagedweight_jax.evaluation import kernel_bench
+
+    options = kernel_bench.Options(
+        shapes=tuple(values.shapes),
+        bits=tuple(values.bits),
+        tokens=tuple(_integers("tokens", values.tokens)),
+        formats=tuple(values.format),
+        calls=values.calls,
+        torch=values.torch,
+        tune=values.tune,
+    )
+    result = kernel_bench.run(options)
+    if values.output:
+        _write_json(values.output, result)
+
+
+def _define_step_bench(values: Values) -> None:
+    many, number = flags.DEFINE_list, flags.DEFINE_integer
+    flags.DEFINE_string(
+        "model",
+        "qwen1.5-moe-a2.7b",
+        "Sizes to fill with random weights, or tiny.",
+        flag_values=values,
+    )
+    many("batch", ["1", "4", "16", "32"], "Sequences.", flag_values=values)
+    many("context", ["2048", "8191"], "Cached tokens.", flag_values=values)
+    many(
+        "precision",
+        ["bf16", "3", "4", "6", "mixed"],
+        "Bits of all experts; mixed draws 3 to 6 for each page, 4 on average.",
+        flag_values=values,
+    )
+    number("steps", 40, "Enqueued one after the other, at most.", flag_values=values)
+    flags.DEFINE_boolean(
+        "migration", True, "Also time steps while planes move.", flag_values=values
+    )
+    number("migration_steps", 400, "With and without planes.", flag_values=values)
+    number("staging_frames", 256, "Rows of a staging array.", flag_values=values)
+    flags.DEFINE_string("output", None, "JSON file to write.", flag_values=values)
+
+
+def _step_bench(values: Values, _: str) -> None:
+    from pagedweight_jax.evaluation import step_bench
+
+    options = step_bench.Options(
+        model=values.model,
+        batches=tuple(_integers("batch", values.batch)),
+        contexts=tuple(_integers("context", values.context)),
+        precisions=tuple(values.precision),
+        steps=values.steps,
+        migration=values.migration,
+        migration_steps=values.migration_steps,
+        staging_frames=values.staging_frames,
+    )
+    result = step_bench.run(options)
+    if values.output:
+        _write_json(values.output, result)
+
+
+def _integers(flag: str, texts: list[str]) -> list[int]:
+    """Reads the parts of a flag.
+
+    Raises:
+      ValueError: if one is no whole number.
+    """
+    try:
+        return [int(text) for text in texts]
+    except ValueError:
+        raise ValueError(
+            f"--{flag}={','.join(texts)} must be whole numbers with commas between"
+        ) from None
 
 
 def _write_json(file: str, result: dict[str, Any]) -> None:
@@ -257,18 +353,27 @@ COMMANDS = {
         run=_evaluate,
         required=("model", "data", "output"),
     ),
-    "bench": Command(
-        summary="time a part: planner",
-        define=_define_bench,
-        run=_bench,
-        positional="NAME",
+    "bench planner": Command(
+        summary="time the planner",
+        define=_define_planner_bench,
+        run=_planner_bench,
+    ),
+    "bench kernels": Command(
+        summary="time the fused MoE layer and its rivals against the memory limit",
+        define=_define_kernel_bench,
+        run=_kernel_bench,
+    ),
+    "bench step": Command(
+        summary="time whole decode steps of a model of full size",
+        define=_define_step_bench,
+        run=_step_bench,
     ),
 }
 
 
 def _usage() -> str:
     lines = ["usage: pagedweight COMMAND [--flag=value ...]", ""]
-    lines += [f"  {name:10s} {c.summary}" for name, c in COMMANDS.items()]
+    lines += [f"  {name:14s} {c.summary}" for name, c in COMMANDS.items()]
     return "\n".join([*lines, "", "`pagedweight COMMAND --help` lists its flags."])
 
 
@@ -298,10 +403,17 @@ def _parse(name: str, command: Command, arguments: list[str]) -> tuple[Values, s
     return values, rest[0] if rest else ""
 
 
+def _command_name(arguments: list[str]) -> tuple[str, list[str]]:
+    """Takes the name of a command, of one word or two, off the arguments."""
+    first = {name.split()[0] for name in COMMANDS if " " in name}
+    words = 2 if arguments[0] in first else 1
+    return " ".join(arguments[:words]), arguments[words:]
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command; a mistake of the caller's ends with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    name, *rest = arguments or ["--help"]
+    name, rest = _command_name(arguments or ["--help"])
     if name in ("--help", "-h", "help"):
         print(_usage())
         return

@@ -24,6 +24,9 @@ if ON_GPU:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 else:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # In the interpreter of Mosaic GPU every warpgroup that waits keeps a thread of XLA,
+    # so kernels of more warpgroups than cores would wait for ever.
+    os.environ.setdefault("PJRT_NPROC", "16")
 
 if TYPE_CHECKED:
     import jaxtyping

@@ -11,7 +11,16 @@ import tiny
 
 from pagedweight_jax import cli
 
-COMMANDS = ("demo", "convert", "inspect", "generate", "evaluate", "bench")
+COMMANDS = (
+    "demo",
+    "convert",
+    "inspect",
+    "generate",
+    "evaluate",
+    "bench planner",
+    "bench kernels",
+    "bench step",
+)
 TEXT = "the quick brown fox jumps over the lazy dog and comes back again. "
 
 
@@ -40,7 +49,7 @@ def test_usage_lists_the_commands(capsys, arguments):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_describes_its_flags(capsys, name):
     with pytest.raises(SystemExit) as exit_:
-        cli.main([name, "--help"])
+        cli.main([*name.split(), "--help"])
     out = capsys.readouterr().out
     assert exit_.value.code == 0
     assert f"usage: pagedweight {name}" in out and cli.COMMANDS[name].summary in out
@@ -50,6 +59,7 @@ def test_each_command_describes_its_flags(capsys, name):
 def test_an_unknown_command_is_named_and_the_others_listed(capsys):
     err = fails(capsys, "serv")
     assert "'serv' is no command" in err and "  evaluate " in err
+    assert "'bench engine' is no command" in fails(capsys, "bench", "engine")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +75,12 @@ def test_an_unknown_command_is_named_and_the_others_listed(capsys):
         (["convert", "stray", "--hf_dir=x", "--output=y", "--calibration=z"], "stray"),
         (["inspect"], "wanted DIR"),
         (["inspect", "a", "b"], "wanted DIR"),
-        (["bench", "kernels"], "bench 'kernels' is unknown; there is: planner"),
+        (["bench", "kernels", "--shapes=llama"], "shapes ['llama'] are unknown"),
+        (["bench", "kernels", "--bits=9"], "bits ['9'] are unknown"),
+        (["bench", "kernels", "--tokens=x"], "--tokens=x must be whole numbers"),
+        (["bench", "step", "--model=x"], "model 'x' is unknown"),
+        (["bench", "step", "--precision=9"], "precisions ['9'] are unknown"),
+        (["bench", "step", "--context=8192"], "must be from 1 to 8191"),
         (["generate", "--model=nowhere", "--prompt=x"], "neither 'demo' nor a folder"),
         (
             ["generate", "--model=demo", "--prompt=x", "--top_p=0"],
@@ -83,7 +98,7 @@ def test_an_unknown_command_is_named_and_the_others_listed(capsys):
 )
 def test_a_mistake_names_itself_and_the_command(capsys, arguments, wanted):
     err = fails(capsys, *arguments)
-    assert err.startswith(f"pagedweight {arguments[0]}: ") and wanted in err
+    assert err.startswith(f"pagedweight {arguments[0]}") and wanted in err
 
 
 def test_the_module_is_a_program(tmp_path):

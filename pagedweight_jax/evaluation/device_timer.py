@@ -11,12 +11,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 Source = Literal["cupti", "wall clock"]
+
+_RETRIES = 2
+
+
+class Kernel(NamedTuple):
+    """How long and how often a kernel runs in a call."""
+
+    seconds: float
+    launches: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +34,17 @@ class DeviceTimes:
 
     Attributes:
       seconds: of each call.
-      kernels: kernels of a call; 0 by the wall clock.
-      by_kernel: seconds of a call by the name of the kernel.
+      by_name: kernels of a call, the longest first; empty by the wall clock.
     """
 
     seconds: tuple[float, ...]
     source: Source
-    kernels: float = 0.0
-    by_kernel: dict[str, float]
+    by_name: dict[str, Kernel]
+
+    @property
+    def kernels(self) -> float:
+        """Launches of a call; 0 by the wall clock."""
+        return sum(kernel.launches for kernel in self.by_name.values())
 
     @property
     def median(self) -> float:
@@ -41,7 +53,7 @@ class DeviceTimes:
 
 
 def time_calls(
-    call: Callable[[int], Any], repeats: int, *, warmup: int = 2
+    call: Callable[[int], Any], repeats: int, *, warmup: int = 3
 ) -> DeviceTimes:
     """Times ``call(0)``, ``call(1)``, ..., after calls that do not count.
 
@@ -56,8 +68,15 @@ def time_calls(
         jax.block_until_ready(call(-1 - i))
     if jax.default_backend() != "gpu":
         seconds = [_wall(call, i) for i in range(repeats)]
-        return DeviceTimes(seconds=tuple(seconds), source="wall clock", by_kernel={})
-    return _summary(_kernel_times(call, repeats), repeats)
+        return DeviceTimes(seconds=tuple(seconds), source="wall clock", by_name={})
+    times = _kernel_times(call, repeats)
+    for _ in range(_RETRIES):
+        if len(times) % repeats == 0:
+            break
+        # A program may change its form at its first calls (it becomes a CUDA graph),
+        # and CUPTI may lose kernels meanwhile. Some programs are never regular.
+        times = max(times, _kernel_times(call, repeats), key=len)
+    return _summary(times, repeats)
 
 
 def wall_seconds(run: Callable[[], Any], repeats: int = 3) -> float:
@@ -94,9 +113,13 @@ def _kernel_times(
 
 def _summary(times: Sequence[tuple[str, float]], repeats: int) -> DeviceTimes:
     """Splits the kernels between the calls: equally many each, or else on average."""
-    by_kernel: dict[str, float] = defaultdict(float)
+    by_name: dict[str, list[float]] = defaultdict(list)
     for name, milliseconds in times:
-        by_kernel[name] += milliseconds / 1e3 / repeats
+        by_name[name].append(milliseconds / 1e3)
+    kernels = {
+        name: Kernel(sum(own) / repeats, len(own) / repeats)
+        for name, own in by_name.items()
+    }
     seconds = np.array([milliseconds for _, milliseconds in times]) / 1e3
     if len(seconds) % repeats:
         calls = [float(seconds.sum()) / repeats] * repeats
@@ -105,6 +128,5 @@ def _summary(times: Sequence[tuple[str, float]], repeats: int) -> DeviceTimes:
     return DeviceTimes(
         seconds=tuple(calls),
         source="cupti",
-        kernels=len(times) / repeats,
-        by_kernel=dict(sorted(by_kernel.items(), key=lambda item: -item[1])),
+        by_name=dict(sorted(kernels.items(), key=lambda item: -item[1].seconds)),
     )

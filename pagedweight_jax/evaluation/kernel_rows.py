@@ -6,7 +6,12 @@ another row of the same run.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+from pagedweight_jax.evaluation.device_timer import DeviceTimes
+from pagedweight_jax.evaluation.moe_workload import Tokens
+from pallas_kernels.fused_moe.arg_specs import MoeSpec
+from pallas_kernels.fused_moe.reference import Activation
 
 OURS = "pagedweight"
 RAGGED_DOT = "jax ragged_dot bf16"
@@ -24,13 +29,14 @@ class Row:
     Attributes:
       implementation: `OURS` or a rival.
       format: of the planes; "bf16" for experts that are matrices.
-      group_size: columns that share a scale; "row" for one scale a row.
+      group_size: columns that share a scale; "row" if all of a row do.
       bits: of all pages, as text; `MIXED` for random ones.
       mean_bits: of the pages' bytes.
       routing: "balanced" or "random".
       pages: "shuffled" frames, or frames "in order": a contiguous copy of the planes.
       active_experts: on average.
       num_experts: of the layer.
+      top_k: experts of a token.
       seconds: sum of the device's kernel times of the median call.
       kernels: of one call.
       plane_bytes: planes (or matrices) of the active experts.
@@ -50,6 +56,7 @@ class Row:
     pages: str = "shuffled"
     active_experts: float
     num_experts: int
+    top_k: int
     seconds: float
     kernels: float
     plane_bytes: float
@@ -66,6 +73,51 @@ class Row:
     def ceiling_percent(self) -> float:
         """Of the read ceiling."""
         return 100 * self.bytes_per_second / self.ceiling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What all rows of one shape share.
+
+    Attributes:
+      shape: name of the spec.
+      ceiling: bytes a second that this device reads at most, measured in the same run.
+    """
+
+    shape: str
+    spec: MoeSpec
+    activation: Activation
+    ceiling: float
+
+    def row(self, tokens: Tokens, times: DeviceTimes, **fields: Any) -> Row:
+        """Makes the row of a measurement."""
+        return Row(
+            shape=self.shape,
+            num_tokens=tokens.num_tokens,
+            routing=tokens.routing,
+            active_experts=tokens.active_experts,
+            num_experts=self.spec.num_experts,
+            top_k=self.spec.top_k,
+            seconds=times.median,
+            kernels=times.kernels,
+            ceiling=self.ceiling,
+            **fields,
+        )
+
+    def bf16_row(self, tokens: Tokens, times: DeviceTimes, **fields: Any) -> Row:
+        """Makes the row of experts that are bf16 matrices."""
+        weights = 3 * self.spec.width * self.spec.expert_width
+        return self.row(
+            tokens,
+            times,
+            format="bf16",
+            group_size="",
+            bits="16",
+            mean_bits=16.0,
+            plane_bytes=2.0 * weights * tokens.active_experts,
+            table_bytes=0.0,
+            **fields,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +165,11 @@ SPEEDUP = {  # over a rival, at 4 bits
 
 
 def checks(row: Row, rows: Sequence[Row]) -> list[Check]:
-    """Returns what the issue's table asks of a row; empty for rivals."""
-    if row.implementation != OURS:
+    """Returns the targets of a row.
+
+    Rivals have none, and neither have the rows that others are held against.
+    """
+    if row.implementation != OURS or row.pages != "shuffled" or row.group_size == "row":
         return []
     return [
         *_read_percent(row),
@@ -128,9 +183,9 @@ def checks(row: Row, rows: Sequence[Row]) -> list[Check]:
 
 def _read_percent(row: Row) -> Iterator[Check]:
     limit = READ_PERCENT.get(row.shape, {}).get(row.bits)
-    pairs = row.num_tokens * _top_k(row)
+    pairs = row.num_tokens * row.top_k
     few = pairs <= MAX_TOKENS_PER_EXPERT * row.num_experts
-    if limit and row.format == "affine" and few and _is_base(row) and _all_active(row):
+    if limit and row.format == "affine" and few and _all_active(row):
         yield Check(
             target="% of ceiling",
             measured=row.ceiling_percent,
@@ -139,16 +194,8 @@ def _read_percent(row: Row) -> Iterator[Check]:
         )
 
 
-def _top_k(row: Row) -> int:
-    return {"qwen": 4, "mixtral": 2, "gemma": 8}[row.shape]
-
-
 def _all_active(row: Row) -> bool:
     return row.active_experts == row.num_experts
-
-
-def _is_base(row: Row) -> bool:
-    return row.pages == "shuffled" and row.group_size != "row"
 
 
 def _against_affine(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
@@ -176,13 +223,12 @@ def _against_uniform(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
 
 
 def _against_row_scales(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
-    if row.format == "affine" and row.group_size != "row" and row.bits in "468":
+    if row.format == "affine" and row.bits in ("4", "6", "8"):
         yield from _ratio("time / row scales", row, rows, GROUP_RATIO, group_size="row")
 
 
 def _against_contiguous(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
-    if row.pages == "shuffled":
-        yield from _ratio("time / contiguous", row, rows, PAGES_RATIO, pages="in order")
+    yield from _ratio("time / contiguous", row, rows, PAGES_RATIO, pages="in order")
 
 
 def _ratio(
@@ -199,7 +245,7 @@ def _ratio(
 
 
 def _against_rivals(row: Row, rows: Sequence[Row]) -> Iterator[Check]:
-    if row.bits != "4" or row.format != "affine" or not _is_base(row):
+    if row.bits != "4" or row.format != "affine":
         return
     for rival, by_shape in SPEEDUP.items():
         limit = by_shape.get(row.shape, {}).get(row.num_tokens)
@@ -225,11 +271,12 @@ _CELL = ("shape", "implementation", "format", "bits", "num_tokens", "routing", "
 def _same(row: Row, rows: Sequence[Row], **other: str) -> Row | None:
     """Returns our row that differs from this one in the given fields only.
 
-    The group size of another format need not be the same.
+    Another format has groups of its own.
     """
     wanted = replace(row, **other)  # pyright: ignore[reportArgumentType]
-    names = _CELL if "format" in other else (*_CELL, "group_size")
     for candidate in rows:
-        if all(getattr(candidate, n) == getattr(wanted, n) for n in names):
+        groups = {candidate.group_size, wanted.group_size}
+        fits = "row" not in groups if "format" in other else len(groups) == 1
+        if fits and all(getattr(candidate, n) == getattr(wanted, n) for n in _CELL):
             return candidate
     return None

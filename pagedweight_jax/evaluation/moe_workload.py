@@ -5,21 +5,25 @@ the layers of its page table: each call of a bench reads another one, so that no
 is in the L2 cache from the call before.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, UInt32
+from jaxtyping import Array, Float, Float16, Float32, Int32, UInt32
 
 from pallas_kernels import bitplane
 from pallas_kernels.fused_moe.arg_specs import MoeSpec
-from pallas_kernels.side_tables import AffineTables, CodebookTables, SideTables
+from pallas_kernels.side_tables import (
+    AffineTables,
+    CodebookTables,
+    RefinedTables,
+    SideTables,
+)
 from pallas_kernels.testing import Format, random_routing
 
 Routing = Literal["balanced", "random"]
-PageOrder = Literal["shuffled", "in order"]
 
 NUM_SETS = 4
 
@@ -33,62 +37,67 @@ class Planes:
     frames: Int32[Array, "L E 3 parent_bits frames_per_plane"]
 
 
-def random_planes(
-    spec: MoeSpec, order: PageOrder = "shuffled", seed: int = 0
-) -> Planes:
-    """Makes planes of all bits for all sets; frame 0 is the null frame."""
+def random_planes(spec: MoeSpec, seed: int = 0) -> Planes:
+    """Makes planes of all bits for all sets, in frames in random order."""
     shape = (NUM_SETS, spec.num_experts, 3, spec.parent_bits, spec.frames_per_plane)
     count = int(np.prod(shape))
     words = bitplane.plane_words(spec.expert_width, spec.width) // spec.frames_per_plane
+    numbers = 1 + np.random.default_rng(seed).permutation(count).astype(np.int32)
 
     @jax.jit
-    def pool(key: Array) -> Array:
-        words_of = jax.random.bits(key, (count + 1, words), jnp.uint32)
-        return words_of.at[0].set(0)
+    def make(key: Array) -> Array:
+        pool = jax.random.bits(key, (1 + count, words), jnp.uint32)
+        return pool.at[0].set(0)
 
-    planes = Planes(
-        spec=spec, pool=pool(jax.random.key(seed)), frames=jnp.zeros(shape, jnp.int32)
+    return Planes(
+        spec=spec,
+        pool=make(jax.random.key(seed)),
+        frames=jnp.asarray(numbers.reshape(shape)),
     )
-    return reordered(planes, order, seed)
 
 
-def reordered(planes: Planes, order: PageOrder, seed: int = 0) -> Planes:
-    """Returns the same pool with frames named in another order."""
-    numbers = np.arange(1, len(planes.pool), dtype=np.int32)
-    if order == "shuffled":
-        np.random.default_rng(seed).shuffle(numbers)
-    frames = jnp.asarray(numbers.reshape(planes.frames.shape))
-    return Planes(spec=planes.spec, pool=planes.pool, frames=frames)
+def in_order(planes: Planes) -> Planes:
+    """Returns the same pool with frames in order: one contiguous copy of the planes."""
+    numbers = 1 + np.arange(planes.frames.size, dtype=np.int32)
+    return replace(planes, frames=jnp.asarray(numbers.reshape(planes.frames.shape)))
 
 
 def random_tables(
     spec: MoeSpec, format: Format, n: int, k: int, group_size: int
 ) -> SideTables:
-    """Makes side tables ``[NUM_SETS, E, ...]``; weights vary by about 1/k."""
-    batch, size = (NUM_SETS, spec.num_experts), k**-0.5
+    """Makes side tables ``[NUM_SETS, E, ...]``; weights vary by about 1/k.
+
+    Args:
+      spec: sizes of the layer.
+      format: of the planes.
+      n: rows (outputs) of the block.
+      k: columns (inputs) of the block.
+      group_size: columns that share a scale (affine).
+    """
+    batch = (NUM_SETS, spec.num_experts)
 
     @jax.jit
-    def affine(key: Array) -> SideTables:
-        scale = size * jax.random.uniform(
-            key, (*batch, k // group_size, n), minval=2.0, maxval=4.0
-        )
-        half = scale.astype(jnp.float16)
-        return AffineTables.from_parts(scale=half, zero=-half / 2)
+    def make(key: Array) -> SideTables:
+        if format == "codebook":
+            entries = 2 ** (spec.parent_bits + 1) - 2**spec.seed_bits
+            return CodebookTables.from_parts(lut=_halves(key, (*batch, n, entries), k))
+        if format == "affine":
+            scale = _halves(key, (*batch, k // group_size, n), k)
+            return AffineTables.from_parts(scale=scale, zero=-scale / 2)
+        center = _halves(key, (*batch, 2**spec.seed_bits, n), k)
+        return RefinedTables.from_parts(center=center, width=jnp.abs(center))
 
-    @jax.jit
-    def codebook(key: Array) -> SideTables:
-        entries = 2 ** (spec.parent_bits + 1) - 2**spec.seed_bits
-        lut = size * jax.random.normal(key, (*batch, n, entries), jnp.float16)
-        return CodebookTables.from_parts(lut=lut)
+    return make(jax.random.key(n))
 
-    make = {"affine": affine, "codebook": codebook}
-    return make[format](jax.random.key(n))
+
+def _halves(key: Array, shape: tuple[int, ...], k: int) -> Float16[Array, "..."]:
+    return jax.random.normal(key, shape, jnp.float16) * k**-0.5
 
 
 def table_bytes(tables: SideTables, bits: Int32[np.ndarray, "*pages"]) -> np.ndarray:
     """Returns the side-table bytes of a page that its bits make a kernel read.
 
-    An affine page reads all; a codebook page reads the entries of its level.
+    A page reads them all, but of a codebook the entries of its level only.
     """
     if isinstance(tables, CodebookTables):
         return 2 * tables.num_rows * 2**bits
@@ -104,11 +113,23 @@ class Tokens:
       x: the tokens, the same for all calls.
       ids: experts, by call.
       weights: combine weights.
+      routing: how they were drawn.
     """
 
     x: Float[Array, "T D"]
     ids: Int32[np.ndarray, "calls T top_k"]
     weights: Float32[Array, "T top_k"]
+    routing: Routing
+
+    @property
+    def num_calls(self) -> int:
+        """Routings."""
+        return len(self.ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.ids.shape[1]
 
     @property
     def active_experts(self) -> float:
@@ -138,6 +159,7 @@ def make_tokens(
             [_routing(rng, spec, num_tokens, routing) for _ in range(num_calls)]
         ),
         weights=jnp.full((num_tokens, spec.top_k), 1 / spec.top_k, jnp.float32),
+        routing=routing,
     )
 
 

@@ -7,10 +7,9 @@ ours, from tokens and routing to the weighted sum:
     grouped_mm  sort by expert, torch._grouped_mm, act, torch._grouped_mm, add up
     loop        for each active expert two matmuls; the host knows the routing
 
-Times are in seconds a call: ``kernels`` is the sum of the kernels' own times (torch's
-profiler, which asks CUPTI as we do), and ``graph`` the time between two events around
-replays of a CUDA graph of several calls, gaps included. Weights rotate between page
-sets as ours do.
+The kernels' own times are from torch's profiler, which asks CUPTI as we do. A second
+time is taken between two events around replays of a CUDA graph of several calls, gaps
+included. Weights rotate between sets as our pages do.
 """
 
 import json
@@ -93,48 +92,57 @@ def tokens_by_expert(ids: Tensor, weights: Tensor) -> dict[int, tuple[Tensor, Te
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds a call of one rival."""
+    """What one rival took for a call.
+
+    Attributes:
+      case: number of the routing.
+      kernel_seconds: sum of the kernels' own times.
+      kernels: launches.
+      graph_seconds: with the gaps between kernels.
+    """
 
     rival: str
-    num_tokens: int
-    routing: str
+    case: int
+    kernel_seconds: float
     kernels: float
-    graph: float
+    graph_seconds: float
 
 
 def main(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Times both rivals for every routing of the request.
 
     Args:
-      request: sizes ``width``, ``expert_width``, ``num_experts``, ``activation``,
-        ``num_sets``, and ``cases`` of ``num_tokens``, ``routing`` (its name) and
-        ``ids`` ``[calls, T, top_k]``.
+      request: sizes ``width``, ``expert_width``, ``num_experts``, the name of the
+        ``activation``, ``num_sets`` of weights, and ``cases``: experts
+        ``[calls, T, top_k]``.
     """
     layers = [_random_layer(request, seed) for seed in range(request["num_sets"])]
     results = []
-    for case in request["cases"]:
-        ids = torch.tensor(case["ids"], dtype=torch.int64, device="cuda")
-        shape = (case["num_tokens"], request["width"])
-        x = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-        weights = torch.full(ids.shape[1:], 1 / ids.shape[2], device="cuda").bfloat16()
-        by_expert = [tokens_by_expert(i, weights) for i in ids]
-
-        def grouped(i: int, x=x, ids=ids, weights=weights) -> Tensor:
-            return grouped_mm(layers[i % len(layers)], x, ids[i], weights)
-
-        def one_by_one(i: int, x=x, by_expert=by_expert) -> Tensor:
-            return loop(layers[i % len(layers)], x, by_expert[i])
-
-        for name, call in (("grouped_mm", grouped), ("loop", one_by_one)):
+    for number, case in enumerate(request["cases"]):
+        ids = torch.tensor(case, dtype=torch.int64, device="cuda")
+        for name, call in _rivals(layers, ids).items():
+            seconds, launches = _kernel_times(call, len(ids))
             times = Times(
                 rival=f"torch {name} bf16",
-                num_tokens=case["num_tokens"],
-                routing=case["routing"],
-                kernels=_kernel_seconds(call, len(ids)),
-                graph=_graph_seconds(call, len(ids)),
+                case=number,
+                kernel_seconds=seconds,
+                kernels=launches,
+                graph_seconds=_graph_seconds(call, len(ids)),
             )
             results.append(asdict(times))
     return results
+
+
+def _rivals(layers: list[Layer], ids: Tensor) -> dict[str, Callable[[int], Tensor]]:
+    """Returns both rivals as functions of the number of the call."""
+    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    x = torch.randn(ids.shape[1], layers[0].down.shape[1], **bf16)
+    weights = torch.full(ids.shape[1:], 1 / ids.shape[2], **bf16)
+    by_expert = [tokens_by_expert(i, weights) for i in ids]
+    return {
+        "grouped_mm": lambda i: grouped_mm(layers[i % len(layers)], x, ids[i], weights),
+        "loop": lambda i: loop(layers[i % len(layers)], x, by_expert[i]),
+    }
 
 
 def _random_layer(request: dict[str, Any], seed: int) -> Layer:
@@ -155,7 +163,8 @@ def _random_layer(request: dict[str, Any], seed: int) -> Layer:
     )
 
 
-def _kernel_seconds(call: Callable[[int], Tensor], calls: int) -> float:
+def _kernel_times(call: Callable[[int], Tensor], calls: int) -> tuple[float, float]:
+    """Returns seconds and launches of a call."""
     for i in range(min(2, calls)):
         call(i)
     torch.cuda.synchronize()
@@ -165,7 +174,8 @@ def _kernel_seconds(call: Callable[[int], Tensor], calls: int) -> float:
             call(i)
         torch.cuda.synchronize()
     events = profile.key_averages()
-    return 1e-6 * sum(event.self_device_time_total for event in events) / calls
+    seconds = 1e-6 * sum(event.self_device_time_total for event in events)
+    return seconds / calls, sum(event.count for event in events) / calls
 
 
 def _graph_seconds(

@@ -25,9 +25,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Literal
 
-import jax
 import numpy as np
 from jaxtyping import Array, Int32, UInt32
 
@@ -35,6 +36,7 @@ from pagedweight_jax.paging import table as tables
 from pagedweight_jax.paging.allocator import FrameAllocator
 from pagedweight_jax.paging.host_store import HostStore
 from pagedweight_jax.paging.planner import Plan
+from pagedweight_jax.paging.staging import PageableStaging, Staging, Transfer
 from pagedweight_jax.paging.table import PageTable, PlaneId
 
 Outcome = Literal["loading", "committed", "superseded", "failed"]
@@ -44,43 +46,6 @@ MAX_IN_FLIGHT = 2
 
 _RECORDS_KEPT = 10_000
 _TRANSFER_ERRORS = (RuntimeError, OSError)
-
-
-@runtime_checkable
-class Transfer(Protocol):
-    """A copy of a staging array to the device."""
-
-    def is_ready(self) -> bool:
-        """Tells whether `result` would return at once."""
-        ...
-
-    def result(self) -> Array:
-        """Waits for the array, or raises what made the copy fail."""
-        ...
-
-
-@dataclass(frozen=True)
-class DevicePut:
-    """The transfer that `jax.device_put` makes."""
-
-    array: Array
-
-    def is_ready(self) -> bool:
-        """Tells whether the array is on the device."""
-        # jax.Array has the method since 0.4 but does not declare it (0.12).
-        return self.array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
-
-    def result(self) -> Array:
-        """Waits for the array."""
-        return self.array.block_until_ready()
-
-
-def device_put_transfer(
-    words: UInt32[np.ndarray, "staging_frames frame_words"],
-    sharding: jax.sharding.Sharding | None = None,
-) -> Transfer:
-    """Starts to copy a staging array; nobody may change ``words`` afterwards."""
-    return DevicePut(jax.device_put(words, sharding))
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +106,8 @@ class Migrator:
       allocator: of the pool; planes that ``table`` names are allocated already.
       table: the committed table to start from.
       staging_frames: rows of a staging array. Two exist at most.
-      put: starts the copy of a staging array.
+      staging: fills staging arrays and starts their copies; None for the fastest of
+        the default device.
       clock: seconds, for records.
       max_attempts: a plane whose transfers failed so often is given up.
 
@@ -156,7 +122,7 @@ class Migrator:
         table: PageTable,
         *,
         staging_frames: int,
-        put: Callable[[np.ndarray], Transfer] = device_put_transfer,
+        staging: Staging | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_attempts: int = 3,
     ) -> None:
@@ -168,7 +134,7 @@ class Migrator:
             staging_frames,
             host.plane_words // table.frames_per_plane,
         )
-        self._put = put
+        self._staging = staging or PageableStaging()
         self._clock = clock
         self._max_attempts = max_attempts
         self._queue: deque[PlaneId] = deque()
@@ -377,24 +343,34 @@ class Migrator:
             planes.append(self._queue.popleft())
             ends.append(end)
         ids = self._allocator.allocate(ends[-1], "plane")
-        return dict(zip(planes, np.split(ids, ends[1:-1]), strict=False))
+        parts = [ids[start:end] for start, end in pairwise(ends)]
+        return dict(zip(planes, parts, strict=True))
 
     def _send(self, frames: dict[PlaneId, np.ndarray]) -> bool:
         """Starts one transfer; False if that failed."""
-        # A new array each time: on the CPU device_put may keep it instead of a copy.
-        words = np.empty(self._staging_shape, np.uint32)
-        first_rows, row = {}, 0
+        ends = list(accumulate(map(len, frames.values()), initial=0))
+        fills = [
+            partial(self._fill, plane, start, end)
+            for plane, (start, end) in zip(frames, pairwise(ends), strict=True)
+        ]
         try:
-            for plane, ids in frames.items():
-                self._host.read(plane, words[row : row + len(ids)])
-                first_rows[plane] = row
-                row += len(ids)
-            transfer = self._put(words)
+            transfer = self._staging.send(self._staging_shape, fills)
         except _TRANSFER_ERRORS:
             self._fail(frames)
             return False
+        first_rows = dict(zip(frames, ends[:-1], strict=True))
         self._flights.append(_Flight(transfer, frames, first_rows))
         return True
+
+    def _fill(
+        self,
+        plane: PlaneId,
+        start: int,
+        end: int,
+        words: UInt32[np.ndarray, "staging_frames frame_words"],
+    ) -> None:
+        """Reads a plane into its rows; may run in another thread."""
+        self._host.read(plane, words[start:end])
 
     def _arrival(self, flight: _Flight, words: Array) -> Arrival:
         frames = np.full(self._staging_shape[0], self._allocator.num_frames, np.int32)

@@ -69,6 +69,8 @@ def fused_moe(
       NotImplementedError: if the implementation that was asked for does not fit.
     """
     _check(x, pool, frames, gate_up, down)
+    if x.shape[0] == 0:
+        return x
     args = (x, expert_ids, expert_weights, pool, frames, bits, gate_up, down)
     args = (*args, jnp.asarray(layer, jnp.int32))
     if implementation is None:

@@ -77,16 +77,9 @@ def load_plane(
     )
     def inlined(_: Any, *args: Any) -> Any:
         pool, *scalars = args
-        row, chunk, part = (s.registers.item() for s in scalars)
-        # A copy that the compiler cannot see through: else it keeps a 64-bit address of
-        # every plane in registers, from one chunk to the next.
-        row = utils.inline_ptx(
-            "mov.b32 $0, $1;", row, result_types=reg.i32(), has_side_effects=True
-        )
-        column = reg.add(reg.multiply(reg.thread(), v), reg.multiply(part, width))
-        at = reg.wide_offset(reg.add(row, chunk), 128 * v, column, 4)
-        address = arith.addi(reg.global_address(pool), at)
-        return _array((128 * width,), layout, [_load(address, width)], False)
+        at = [s.registers.item() for s in scalars]
+        words = _load(_plane_address(pool, *at, v=v, width=width), width)
+        return _array((128 * width,), layout, [words], False)
 
     return inlined(pool, row, chunk, part)
 
@@ -293,7 +286,35 @@ def _array(
     )
 
 
-def _load(address: Register, width: int, *, fixed: bool = False) -> Register:
+def _plane_address(
+    pool: Register,
+    row: Register,
+    chunk: Register,
+    part: Register,
+    *,
+    v: int,
+    width: int,
+) -> Register:
+    """Returns the address of this thread's words; see `load_plane`."""
+    row = reg.add(_opaque(row), chunk)
+    column = reg.add(reg.multiply(reg.thread(), v), reg.multiply(part, width))
+    offset = reg.wide_offset(row, 128 * v, column, 4)
+    return arith.addi(reg.global_address(pool), offset)
+
+
+def _opaque(x: Register) -> Register:
+    """Copies a register so that the compiler cannot see through.
+
+    What is loaded or computed from it belongs to its place. Else the compiler keeps
+    what does not change (64-bit addresses of all planes, clusters of all rows) in
+    registers, of which there are none to spare.
+    """
+    return utils.inline_ptx(
+        "mov.b32 $0, $1;", x, result_types=reg.i32(), has_side_effects=True
+    )
+
+
+def _load(address: Register, width: int) -> Register:
     """Loads a vector of words that no one writes while the kernel runs."""
     results = ", ".join(f"${i}" for i in range(width))
     vector_of = f".v{width}.b32 {{{results}}}" if width > 1 else ".b32 $0"
@@ -301,7 +322,6 @@ def _load(address: Register, width: int, *, fixed: bool = False) -> Register:
         f"ld.global.nc{vector_of}, [${width}];",
         address,
         result_types=[reg.i32()] * width,
-        has_side_effects=fixed,
     )
     return vector.from_elements(ir.VectorType.get((width,), reg.i32()), list(words))
 
@@ -364,13 +384,12 @@ def _integers(planes: Sequence[Register]) -> list[Register]:
 
 def _cluster_registers(clusters: Register, half: int) -> list[Register]:
     """Loads the 8 words of this thread's first or second row."""
-    row = reg.add(reg.left(reg.right(reg.thread(), 2), 1), half)
+    row = reg.add(reg.left(_opaque(reg.right(reg.thread(), 2)), 1), half)
     words = []
     for part in range(2):
-        # Fixed here, or the compiler keeps all 32 words of a thread in registers.
         at = reg.add(reg.left(row, 5), 16 * part)
         address = reg.offset_address(reg.global_address(clusters), at)
-        loaded = _load(address, 4, fixed=True)
+        loaded = _load(address, 4)
         words += [vector.extract(loaded, [], [i]) for i in range(4)]
     return words
 

@@ -54,8 +54,6 @@ def fused_moe(
     num_tokens, top_k = expert_ids.shape
     pages = (pool, frames, bits, gate_up, down, layer)
     keywords: dict[str, Any] = {"activation": activation, "interpret": interpret}
-    if num_tokens == 0:
-        return x
     many = expert_ids.size > _DECODE_TOKENS * frames.shape[1]
     if x.dtype != jnp.float32 and (many or isinstance(gate_up, RefinedTables)):
         config = _tuned(prefill.Config, "prefill", x, expert_ids, frames, gate_up)

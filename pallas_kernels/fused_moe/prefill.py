@@ -42,18 +42,22 @@ _BIAS = 127  # of the exponent of float32
 
 
 def default_config(num_pairs: int, num_experts: int) -> Config:
-    """Returns the sizes for a mean number of tokens of an expert."""
-    if num_pairs <= 64 * num_experts:
-        return Config(tile_sizes=(32, 64))
-    return Config()
+    """Returns the sizes for a mean number of tokens of an expert.
+
+    The largest tile is for experts with many tokens, which there may be at any mean.
+    """
+    few = num_pairs <= 24 * num_experts
+    return Config(tile_sizes=(32, 128) if few else (64, 128))
 
 
 def candidate_configs() -> list[Config]:
-    """Returns the sizes that are worth a measurement."""
+    """Returns the sizes that are worth a measurement.
+
+    Every size of a tile is one more branch for every number of bits to compile.
+    """
     return [
-        Config(tile_sizes=sizes, stages=stages, tiles_per_group=group)
-        for sizes in ((32, 64), (64, 128), (32, 64, 128))
-        for stages in (3, 4)
+        Config(tile_sizes=sizes, tiles_per_group=group)
+        for sizes in ((16, 32, 128), (32, 128), (64, 128), (32, 64, 128))
         for group in (4, 16)
     ]
 

@@ -3,8 +3,9 @@
 A format is static. It says which ``table`` the kernel gets, and what takes the scale of
 its weights back from a product. Its ``rows`` are 64 rows of a linear inside of the
 kernel, which begin to ``load`` what the next column tiles need and ``unpack`` them.
-``wide_bits`` are the most bits at which the words of two column tiles are loaded at
-once; above, registers do not suffice.
+Two numbers fit the registers of a thread. ``wide_bits`` are the most bits at which the
+words of two column tiles are loaded at once; ``in_flight`` products, 1 or 0, run while
+the next weights are unpacked.
 """
 
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Affine:
     group_size: int
     interpret: bool
     wide_bits: int = 6
+    in_flight: int = 1
 
     def table(self, tables: SideTables, layer: Int32[Array, ""]) -> Array:
         """Returns the words of all layers, so that none is copied."""
@@ -118,6 +120,7 @@ class Codebook:
     seed_entries: int
     interpret: bool
     wide_bits: int = 0
+    in_flight: int = 0
 
     def table(self, tables: SideTables, layer: Int32[Array, ""]) -> Array:
         """Returns the lookup tables of all layers, so that none is copied."""
@@ -164,6 +167,7 @@ class Refined:
     bit_widths: range
     interpret: bool
     wide_bits: int = 0
+    in_flight: int = 1
 
     def table(self, tables: SideTables, layer: Int32[Array, ""]) -> Array:
         """Returns the clusters of one layer as bytes; a few megabytes."""

@@ -1,8 +1,8 @@
 """The kernel of `prefill`: tiles of tokens times 64-row tiles of paged weights.
 
 A CTA takes one tile of tokens. Its producer warpgroup sends the tokens' columns, 64 or
-128 at a time, through a ring in shared memory (TMA); each of its consumer warpgroups
-multiplies them by two row tiles, `gate` and `up` of the same rows or two neighbours:
+128 at a time, through a ring in shared memory (TMA); each of its two consumers
+multiplies them by two row tiles, those of gate and up at one place or two neighbours:
 
     columns          stage 0                          stage 1
     planes      load next words                  load next words
@@ -34,8 +34,15 @@ from pallas_kernels.fused_moe.registers import Ref
 from pallas_kernels.fused_moe.token_tiles import ROW_ALIGNMENT, TokenTiles
 from pallas_kernels.side_tables import SideTables
 
-_REGISTERS = (24, 240)  # of the producer's and of a consumer's threads
-_LAUNCH_REGISTERS = 168  # of a thread: 65,536 for 3 warpgroups, in steps of 8
+_CONSUMERS = 2
+_REGISTERS = (24, 240)
+"""Registers of each thread of the producer and of the consumers.
+
+All are launched with 168, what 65,536 registers give 3 warpgroups. Asking for more than
+was launched with, 24 + 2 * 240 = 3 * 168, would wait for ever.
+"""
+
+_STAGE_TILES = 2  # most column tiles of a stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +54,11 @@ class Config:
         smallest that holds its tokens is taken, and tiles are cut at the largest.
       stages: of the ring of tokens in shared memory.
       tiles_per_group: most tiles of an expert that run side by side.
-      warpgroups: consumers of a CTA, which share the tokens.
     """
 
     tile_sizes: tuple[int, ...] = (64, 128)
     stages: int = 4
     tiles_per_group: int = 16
-    warpgroups: int = 2
-    stage_tiles: int = 2
-    by_product: bool = True
-    late: bool = False
 
     def __post_init__(self) -> None:
         sizes = self.tile_sizes
@@ -64,14 +66,6 @@ class Config:
         if not sizes or sorted(set(sizes)) != list(sizes) or not aligned:
             raise ValueError(
                 f"tile_sizes={sizes} must be ascending multiples of {ROW_ALIGNMENT}"
-            )
-        producer, consumer = _REGISTERS
-        needed = producer + consumer * self.warpgroups
-        available = _LAUNCH_REGISTERS * (1 + self.warpgroups)
-        if needed > available:  # setmaxnreg would wait for ever
-            raise ValueError(
-                f"warpgroups={self.warpgroups} of {consumer} registers and a producer"
-                f" of {producer} need {needed} but {available} are there; use fewer"
             )
 
     @property
@@ -210,7 +204,6 @@ class _Cut:
     steps: int
     v: int
     chunks: int
-    most_stage_tiles: int
 
     @classmethod
     def of(cls, call: _Call, n: int, k: int, frames_per_plane: int) -> "_Cut":
@@ -230,16 +223,15 @@ class _Cut:
             num_linears=num_linears,
             row_tiles=row_tiles,
             tiles_per_frame=row_tiles // frames_per_plane,
-            steps=-(-row_tiles * num_linears // (2 * call.config.warpgroups)),
+            steps=-(-row_tiles * num_linears // (2 * _CONSUMERS)),
             v=v,
             chunks=k // (TILE * v),
-            most_stage_tiles=call.config.stage_tiles,
         )
 
     @property
     def stage_tiles(self) -> int:
         """Column tiles of a stage."""
-        return min(self.v, self.most_stage_tiles)
+        return min(self.v, _STAGE_TILES)
 
     @property
     def columns(self) -> int:
@@ -272,7 +264,7 @@ def _paged_linears(
 ) -> Float[Array, "slots N"]:
     """Launches the kernel; slots of tiles without an expert are left as they are."""
     config, interpret = call.config, call.interpret
-    m, warpgroups, stages = config.tokens_per_tile, config.warpgroups, config.stages
+    m, stages = config.tokens_per_tile, config.stages
     num_tiles = tiles.experts.size
     n, k = tables.num_rows // len(call.linears), x.shape[1]
     parent_bits, frames_per_plane = pages.frames.shape[3:]
@@ -290,17 +282,18 @@ def _paged_linears(
         bits=pages.bits,
         layer=pages.layer.reshape(1),
         table=format.table(tables, pages.layer),
-        factors=jnp.ones((2, m), jnp.float32) if factors is None else factors,
+        factors=factors,
     )
+    given = {name: x for name, x in vars(operands).items() if x is not None}
 
     def kernel(*refs: Ref) -> None:
-        count = len(vars(operands))
-        inputs, (out, ring, staging, full, empty, *sums) = refs[:count], refs[count:]
+        inputs, scratch = refs[: len(given)], refs[len(given) :]
+        out, ring, staging, full, empty, *sums = scratch
         _Cta(
             call=call,
             cut=cut,
             format=format,
-            inputs=_Operands(*inputs),
+            inputs=_Operands(**dict(zip(given, inputs, strict=True))),
             out=out,
             ring=ring,
             staging=staging,
@@ -318,25 +311,25 @@ def _paged_linears(
         out_type=jax.ShapeDtypeStruct((num_tiles * m, n), call.dtype),
         grid=(num_tiles * cut.steps,),
         grid_names=("cta",),
-        num_threads=warpgroups + 1,
+        num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM((stages, m, cut.columns), jnp.float16, transforms=swizzled),
-            plgpu.SMEM((warpgroups, m, TILE), call.dtype, transforms=swizzled),
+            plgpu.SMEM((_CONSUMERS, m, TILE), call.dtype, transforms=swizzled),
             plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            *[plgpu.SMEM((warpgroups, 2, TILE, m), jnp.float32)] * interpret,
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+            *[plgpu.SMEM((_CONSUMERS, 2, TILE, m), jnp.float32)] * interpret,
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(*vars(operands).values())
+    )(*given.values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Operands:
-    """Operands of the kernel, or references to them."""
+    """Operands of the kernel, or references to them; factors may be missing."""
 
     x: Any
     experts: Any
@@ -349,7 +342,7 @@ class _Operands:
     bits: Any
     layer: Any
     table: Any
-    factors: Any
+    factors: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,15 +395,15 @@ class _Cta:
             def _() -> None:
                 _switch(which, [functools.partial(f, n) for n in config.tile_sizes])
 
-        @pl.when(warpgroup == config.warpgroups)
+        @pl.when(warpgroup == _CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(_REGISTERS[0], action="decrease")
             at_size(functools.partial(self._produce, tile))
 
-        @pl.when(warpgroup < config.warpgroups)
+        @pl.when(warpgroup < _CONSUMERS)
         def _() -> None:
             plgpu.set_max_registers(_REGISTERS[1], action="increase")
-            number = step * config.warpgroups + warpgroup
+            number = step * _CONSUMERS + warpgroup
             at_size(functools.partial(self._consume, warpgroup, number, tile, expert))
 
     def _produce(self, tile: Array, n: int) -> None:
@@ -514,45 +507,43 @@ class _Cta:
     ) -> None:
         """Multiplies two row tiles by the tokens that come through the ring."""
         cut, stages, width = self.cut, self.call.config.stages, pair[0].width
-        interpret, by_product = self.call.interpret, self.call.config.by_product
         loads = cut.stage_tiles // width  # of a stage
 
         def step(i: Array, loaded: tuple) -> tuple:
             slot, words, ahead = lax.rem(i, stages), list(loaded), list(loaded)
-            for load, column in np.ndindex(loads, width):
+            for load, column, row_tile in np.ndindex(loads, width, 2):
+                rows, total = pair[row_tile], sums[row_tile]
+                first = load == column == row_tile == 0
+                if column == 0:
+                    ahead[row_tile] = rows.load(i * loads + load + 1)
+                weights = rows.unpack(words[row_tile], column)
+                if column == width - 1:
+                    words[row_tile] = ahead[row_tile]
+                if first:
+                    plgpu.barrier_wait(self.full.at[slot])
                 at = pl.ds((load * width + column) * TILE, TILE)
-                tokens = self.ring.at[slot, pl.ds(0, n), at]
-                for which, (rows, total) in enumerate(zip(pair, sums, strict=True)):
-                    first = load == column == which == 0
-                    if column == 0 and not self.call.config.late:
-                        ahead[which] = rows.load(i * loads + load + 1)
-                    weights = rows.unpack(words[which], column)
-                    if column == width - 1:
-                        if self.call.config.late:
-                            ahead[which] = rows.load(i * loads + load + 1)
-                        words[which] = ahead[which]
-                    if first:
-                        plgpu.barrier_wait(self.full.at[slot])
-                    if interpret:
-                        total[...] += _dot(weights, tokens[...])
-                    else:
-                        plgpu.wgmma(total, weights, tokens.transpose((1, 0)))
-                        if by_product:
-                            plgpu.wgmma_wait(1)
-                    if by_product and first:
-                        pl.when(i > 0)(
-                            lambda: plgpu.barrier_arrive(
-                                self.empty.at[lax.rem(i + (stages - 1), stages)]
-                            )
-                        )
-            if not by_product:
-                if not interpret:
-                    plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(self.empty.at[slot])
+                self._accumulate(total, weights, self.ring.at[slot, pl.ds(0, n), at])
+                if first:  # by now the products with the stage before are done
+                    before = lax.rem(i + (stages - 1), stages)
+                    release = functools.partial(
+                        plgpu.barrier_arrive, self.empty.at[before]
+                    )
+                    pl.when(i > 0)(release)
             return tuple(words)
 
         first = tuple(rows.load(jnp.int32(0)) for rows in pair)
         lax.fori_loop(0, cut.stages, step, first)
+
+    def _accumulate(
+        self, total: Ref, weights: Float16[Array, "64 64"], tokens: Ref
+    ) -> None:
+        """Begins a product; when it returns, all before this one are done."""
+        if self.call.interpret:
+            left, right = (x.astype(jnp.float32) for x in (weights, tokens[...]))
+            total[...] += jnp.dot(left, right.T)
+            return
+        plgpu.wgmma(total, weights, tokens.transpose((1, 0)))
+        plgpu.wgmma_wait(self.format.in_flight)
 
     def _stage(self, result: Float[Array, "64 n"], to: Ref) -> None:
         """Writes the transposed result to shared memory, for a copy by TMA."""
@@ -615,9 +606,3 @@ class _RowTile:
 def _switch(which: Array, branches: Sequence[Callable[[], None]]) -> None:
     """Runs one branch. A row of `pl.when` would keep registers for those to come."""
     lax.switch(which, branches)
-
-
-def _dot(
-    weights: Float16[Array, "64 K"], tokens: Float16[Array, "n K"]
-) -> Float32[Array, "64 n"]:
-    return jnp.dot(weights.astype(jnp.float32), tokens.astype(jnp.float32).T)

@@ -18,11 +18,12 @@ from hypothesis.stateful import (
 from jaxtyping import Array
 from paging_cases import random_host, random_sensitivity, table_with_bits
 
-from pagedweight_jax.paging import migration, planner, statistics
+from pagedweight_jax.paging import planner, statistics
 from pagedweight_jax.paging.allocator import FrameAllocator
 from pagedweight_jax.paging.host_store import HostStore
 from pagedweight_jax.paging.migration import Arrival, Migrator
 from pagedweight_jax.paging.planner import Plan, PlannerLimits
+from pagedweight_jax.paging.staging import PageableStaging
 from pagedweight_jax.paging.table import (
     PlaneId,
     Residency,
@@ -119,7 +120,7 @@ def make_world(
         allocator,
         empty_table(LAYERS, EXPERTS, PARENT_BITS, FRAMES_PER_PLANE),
         staging_frames=staging_frames,
-        put=put,
+        staging=PageableStaging(put),
         clock=lambda: seconds[0],
     )
     sensitivity = random_sensitivity(
@@ -407,13 +408,6 @@ def test_a_table_with_planes_can_be_the_start():
     migrator = Migrator(host, allocator, table, staging_frames=STAGING_FRAMES)
     migrator.check_integrity()
     assert migrator.settled
-
-
-def test_device_put_brings_the_words():
-    words = np.arange(12, dtype=np.uint32).reshape(3, 4)
-    transfer = migration.device_put_transfer(words)
-    np.testing.assert_array_equal(transfer.result(), words)
-    assert transfer.is_ready()
 
 
 class Migration(RuleBasedStateMachine):
