@@ -6,8 +6,9 @@ A token is cut in spans of columns, and each span has its own scale:
     q = part_0 + 256 part_1 (+ 65536 part_2)          signed bytes, one row each
 
 Two parts (16 bits) hold bfloat16 tokens, three (23 bits) float32 ones. The error of
-a value is half a unit of its span's largest value, which for bfloat16 is less than the
-rounding of that largest value itself.
+a value is half a unit (with three parts 3/4, since 1 / scale is rounded) of its span's
+largest value; for bfloat16 that is less than the rounding of the largest value itself.
+A span whose scale is below 1e-37 counts as zeros.
 
 The order of bytes within 64 columns is that of the weights: byte n of thread t's k-th
 word is column ``8 (k + 4 (n % 2)) + 2 t + n // 2`` (`fragments.bytes_of`), so a thread
